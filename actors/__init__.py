@@ -1,0 +1,1 @@
+"""The actors: thin Monarch shells over classes that also work without Monarch."""

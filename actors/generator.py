@@ -1,0 +1,272 @@
+"""Generators: requests in, completions out, weights replaced in between.
+
+A generator waits for a request. It never waits for weights: a version is staged while it decodes and flipped
+between two decode steps. `Generators` is the controller's view of all replicas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from monarch.actor import Actor, concurrent_endpoint, endpoint
+
+from actors.vllm_engine import Completion, EngineConfig, Sampling, VllmEngine
+from forge.errors import ConfigError
+from weightsync.publisher import Endpoint
+from weightsync.sync import ApplyResult
+
+
+@dataclass
+class GeneratorConfig:
+    """Sampling and the engine."""
+
+    temperature: float = 1.0
+    """Sampling temperature, > 0; the trainer applies the same to its log-probs."""
+    top_p: float = 1.0
+    """Nucleus mass in (0, 1]; 1 keeps the whole vocabulary."""
+    top_k: int = 0
+    """Most likely tokens kept; 0 keeps the whole vocabulary."""
+    max_new_tokens: int = 16
+    """Tokens sampled at most for one completion."""
+    max_model_len: int = 512
+    """Tokens of prompt and completion together, at most."""
+    max_num_seqs: int = 64
+    """Sequences decoded at once by one replica; more wait in the engine's queue."""
+    kv_cache_bytes: int = 268435456
+    """Bytes of KV cache of one replica; 0 lets vLLM fill the device."""
+    enforce_eager: bool = True
+    """Run without compilation. Compiling costs about 50 s at start and pays in long runs."""
+    start_timeout_s: float = 600.0
+    """Seconds that an engine may take to start."""
+    request_timeout_s: float = 600.0
+    """Seconds that a request may take, queueing included."""
+
+    def validate(self) -> None:
+        """Raises ConfigError naming the field, its value and its limit."""
+        if not self.temperature > 0:
+            raise ConfigError(
+                f"generator.temperature must be > 0, got {self.temperature}; greedy decoding has no policy gradient"
+            )
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"generator.top_p must lie in (0, 1], got {self.top_p}; use 1 for the whole vocabulary")
+        for name in ("top_k", "kv_cache_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"generator.{name} must be >= 0, got {getattr(self, name)}")
+        for name in ("max_new_tokens", "max_num_seqs", "start_timeout_s", "request_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"generator.{name} must be > 0, got {getattr(self, name)}")
+        if self.max_model_len <= self.max_new_tokens:
+            raise ConfigError(
+                f"generator.max_model_len is {self.max_model_len}, max_new_tokens {self.max_new_tokens}: "
+                "no room for a prompt; raise max_model_len"
+            )
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_p, self.top_k)
+
+
+@dataclass(frozen=True)
+class GeneratorStats:
+    """Since the start of the replica. `busy_s` counts seconds with at least one request running."""
+
+    num_tokens: int
+    busy_s: float
+    peak_rss_bytes: int
+
+
+class Generator:
+    """One replica, without Monarch."""
+
+    def __init__(
+        self, config: GeneratorConfig, model: str, dtype: str, *, seed: int, stop_ids: Sequence[int], procs: int = 1
+    ) -> None:
+        self._config = config
+        self._stop_ids = list(stop_ids)
+        self._engine = VllmEngine(
+            EngineConfig(
+                model=model,
+                dtype=dtype,
+                max_model_len=config.max_model_len,
+                max_num_seqs=config.max_num_seqs,
+                kv_cache_bytes=config.kv_cache_bytes,
+                enforce_eager=config.enforce_eager,
+                tensor_parallel=procs,
+                seed=seed,
+            )
+        )
+        self._calls = itertools.count()
+        self._request_ids: dict[str, list[str]] = {}
+        self._num_tokens = 0
+        self._running = 0
+        self._busy_s = 0.0
+        self._busy_since = 0.0
+
+    async def setup(self, warm_up: Sequence[int] = ()) -> None:
+        """Starts the engine; a first request on `warm_up` pays for what the engine compiles lazily."""
+        async with asyncio.timeout(self._config.start_timeout_s):
+            await self._engine.start()
+            if warm_up:
+                await self._engine.generate(
+                    warm_up, self._config.sampling, max_tokens=2, seed=0, stop_ids=self._stop_ids
+                )
+
+    async def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        max_new_tokens: int | None = None,
+        request_id: str = "",
+    ) -> list[Completion]:
+        """One completion for each prompt, sampled concurrently. Cancelling aborts what still runs.
+
+        `request_id` (unique among running calls) is what `abort` takes.
+        """
+        limit = max_new_tokens or self._config.max_new_tokens
+        name = request_id or f"call{next(self._calls)}"
+        ids = self._request_ids[name] = [f"{name}/{i}" for i in range(len(prompts))]
+        self._enter()
+        try:
+            async with asyncio.timeout(self._config.request_timeout_s), asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(
+                        self._engine.generate(
+                            prompt,
+                            self._config.sampling,
+                            max_tokens=limit,
+                            seed=seed,
+                            stop_ids=self._stop_ids,
+                            request_id=id,
+                        )
+                    )
+                    for prompt, seed, id in zip(prompts, seeds, ids, strict=True)
+                ]
+        finally:
+            del self._request_ids[name]
+            self._leave()
+        completions = [task.result() for task in tasks]
+        self._num_tokens += sum(len(c.token_ids) for c in completions)
+        return completions
+
+    async def abort(self, request_id: str) -> None:
+        """Ends the call `request_id` early; it returns what was sampled, `finish_reason` "abort"."""
+        await self._engine.abort(self._request_ids.get(request_id, []))
+
+    async def connect(self, endpoint: Endpoint) -> None:
+        await self._engine.connect(endpoint)
+
+    async def apply(self, version: int, buffer: int) -> ApplyResult:
+        """Stages `version` behind decoding, then flips to it. On failure the old version goes on serving."""
+        stage_s = await self._engine.stage(version, buffer)
+        return ApplyResult(stage_s, await self._engine.flip(version))
+
+    def stats(self) -> GeneratorStats:
+        busy = self._busy_s + (time.perf_counter() - self._busy_since if self._running else 0.0)
+        peak = sum(
+            resource.getrusage(who).ru_maxrss * 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        )
+        return GeneratorStats(self._num_tokens, busy, peak)
+
+    def shutdown(self) -> None:
+        self._engine.shutdown()
+
+    def _enter(self) -> None:
+        if self._running == 0:
+            self._busy_since = time.perf_counter()
+        self._running += 1
+
+    def _leave(self) -> None:
+        self._running -= 1
+        if self._running == 0:
+            self._busy_s += time.perf_counter() - self._busy_since
+
+
+class GeneratorActor(Actor):
+    """Monarch shell of `Generator`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._generator = Generator(*args, **kwargs)
+
+    @endpoint
+    async def setup(self, warm_up: Sequence[int] = ()) -> None:
+        await self._generator.setup(warm_up)
+
+    @concurrent_endpoint
+    async def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        max_new_tokens: int | None = None,
+        request_id: str = "",
+    ) -> list[Completion]:
+        return await self._generator.generate(prompts, seeds, max_new_tokens, request_id)
+
+    @concurrent_endpoint
+    async def abort(self, request_id: str) -> None:
+        await self._generator.abort(request_id)
+
+    @concurrent_endpoint
+    async def connect(self, endpoint: Endpoint) -> None:
+        await self._generator.connect(endpoint)
+
+    @concurrent_endpoint
+    async def apply(self, version: int, buffer: int) -> ApplyResult:
+        return await self._generator.apply(version, buffer)
+
+    @endpoint
+    async def stats(self) -> GeneratorStats:
+        return self._generator.stats()
+
+    @endpoint
+    async def shutdown(self) -> None:
+        self._generator.shutdown()
+
+    async def __cleanup__(self, exc: Exception | None) -> None:
+        self._generator.shutdown()
+
+
+class Replica:
+    """One generator as the controller sees it; a sink of weight sync."""
+
+    def __init__(self, mesh: Any, name: str) -> None:
+        self.name = name
+        self.mesh = mesh
+        self.running = 0
+
+    async def connect(self, endpoint: Endpoint) -> None:
+        await self.mesh.connect.call_one(endpoint)
+
+    async def apply(self, version: int, buffer: int) -> ApplyResult:
+        return await self.mesh.apply.call_one(version, buffer)
+
+
+class Generators:
+    """All replicas; a request goes to the one with the fewest sequences running."""
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self.replicas = list(replicas)
+
+    async def setup(self, warm_up: Sequence[int] = ()) -> None:
+        await asyncio.gather(*(r.mesh.setup.call_one(warm_up) for r in self.replicas))
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], max_new_tokens: int | None = None
+    ) -> list[Completion]:
+        replica = min(self.replicas, key=lambda r: r.running)
+        replica.running += len(prompts)
+        try:
+            return await replica.mesh.generate.call_one(prompts, seeds, max_new_tokens)
+        finally:
+            replica.running -= len(prompts)
+
+    async def stats(self) -> list[GeneratorStats]:
+        return list(await asyncio.gather(*(r.mesh.stats.call_one() for r in self.replicas)))
+
+    async def shutdown(self) -> None:
+        await asyncio.gather(*(r.mesh.shutdown.call_one() for r in self.replicas))

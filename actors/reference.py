@@ -1,0 +1,69 @@
+"""The frozen reference policy: log-probs of tokens under the weights that the run started from.
+
+Exists only when a KL weight is set; waits for a group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import torch
+from monarch.actor import Actor, concurrent_endpoint, endpoint
+from tensordict import TensorDict
+
+from actors.model import Policy, load_hf
+from actors.packing import micro_batches
+from actors.trainer import ModelSpec
+from forge import channel
+
+
+class Reference:
+    """Without Monarch. The sampler's temperature, top-p and top-k apply here as in the trainer."""
+
+    def __init__(self, spec: ModelSpec, *, microbatch_tokens: int) -> None:
+        self._spec = spec
+        self._microbatch_tokens = microbatch_tokens
+        hf = load_hf(spec.path, getattr(torch, spec.dtype), spec.device).eval().requires_grad_(False)
+        self._policy = Policy(hf, temperature=spec.temperature, top_p=spec.top_p, top_k=spec.top_k)
+
+    @torch.no_grad()
+    def logprobs(self, group: TensorDict) -> torch.Tensor:
+        """`[G, T]` float32, 0 where `loss_mask` is False."""
+        out = torch.zeros_like(group["behavior_logprobs"])
+        for micro in micro_batches(group, self._microbatch_tokens, packing=False):
+            values, _ = self._policy(*(x.to(self._spec.device) for x in (micro.tokens, micro.position_ids, micro.mask)))
+            index = torch.tensor(micro.rows)
+            width = micro.loss_mask.shape[1]
+            out[index, :width] = out[index, :width].masked_scatter(micro.loss_mask, values.cpu())
+        return out
+
+
+class ReferenceActor(Actor):
+    """Monarch shell of `Reference`."""
+
+    def __init__(self, spec: ModelSpec, *, microbatch_tokens: int) -> None:
+        self._arguments = {"spec": spec, "microbatch_tokens": microbatch_tokens}
+        self._lock = asyncio.Lock()
+
+    @endpoint
+    async def setup(self) -> None:
+        self._reference = await asyncio.to_thread(lambda: Reference(**self._arguments))  # type: ignore[arg-type]
+
+    @concurrent_endpoint
+    async def logprobs(self, group: Any) -> torch.Tensor:
+        async with self._lock:
+            return await asyncio.to_thread(self._reference.logprobs, channel.take(group))
+
+
+class ReferenceClient:
+    """The reference as the controller sees it."""
+
+    def __init__(self, mesh: Any) -> None:
+        self._mesh = mesh
+
+    async def setup(self) -> None:
+        await self._mesh.setup.call_one()
+
+    async def logprobs(self, group: TensorDict) -> torch.Tensor:
+        return await self._mesh.logprobs.call_one(channel.put(group))

@@ -1,0 +1,123 @@
+"""From one prompt to one Group: generate, score, turn rewards into advantages.
+
+Plain functions; a user's own rollout is another function with the same result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from tensordict import TensorDict
+
+from actors.reward import Sample, Scores
+from actors.vllm_engine import Completion
+from forge.advantages import advantages
+from forge.batch import make_group
+from forge.data import Prompt
+
+
+class Generates(Protocol):
+    """Anything that continues prompts: `actors.generator.Generators`, one replica, or a user's own."""
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], max_new_tokens: int | None = None
+    ) -> list[Completion]: ...
+
+
+class Rewards(Protocol):
+    """Anything that scores samples: `actors.reward.RewardClient`, or a user's own judge."""
+
+    async def score(self, samples: list[Sample]) -> Scores: ...
+
+
+class References(Protocol):
+    """The frozen reference: log-probs `[G, T]` of a group's tokens."""
+
+    async def logprobs(self, group: TensorDict) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A Group `[G]` with rewards and advantages, and what it came from: texts and reward parts, one per episode."""
+
+    group: TensorDict
+    samples: list[Sample]
+    scores: Scores
+
+
+async def rollout_group(
+    prompt: Prompt,
+    generators: Generates,
+    reward: Rewards,
+    *,
+    group_id: int,
+    group_size: int,
+    advantage: str,
+    decode: Callable[[Sequence[int]], str],
+    seed: int,
+    reference: References | None = None,
+) -> Rollout:
+    """Samples `group_size` episodes of `prompt`, scores them and computes their advantages.
+
+    Seeds derive from `seed`, `group_id` and the episode's place, so that a request gives the same tokens in any
+    batch under equal weights. `reference` is asked only when given.
+    """
+    seeds = [episode_seed(seed, group_id, g) for g in range(group_size)]
+    completions = await generators.generate([prompt.token_ids] * group_size, seeds)
+    samples = [_sample(prompt, c, decode) for c in completions]
+    scores = await reward.score(samples)
+    group = make_group(
+        prompt.token_ids,
+        [c.token_ids for c in completions],
+        [c.logprobs for c in completions],
+        [c.versions for c in completions],
+        group_id=group_id,
+    )
+    group["rewards"] = torch.tensor(scores.total, dtype=torch.float32)
+    group["advantages"] = advantages(group["rewards"], advantage, group_size)
+    if reference is not None:
+        group["ref_logprobs"] = await reference.logprobs(group)
+    return Rollout(group, samples, scores)
+
+
+def episode_seed(seed: int, group_id: int, episode: int) -> int:
+    """A 31-bit seed, equal on every machine."""
+    digest = hashlib.blake2b(f"{seed}/{group_id}/{episode}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def _sample(prompt: Prompt, completion: Completion, decode: Callable[[Sequence[int]], str]) -> Sample:
+    return Sample(
+        prompt=prompt.text,
+        completion=decode(completion.token_ids),
+        answer=prompt.answer,
+        metadata=prompt.metadata,
+        num_tokens=len(completion.token_ids),
+        finished=completion.finish_reason == "stop",
+    )
+
+
+def episode_rows(rollout: Rollout, count: int) -> list[dict[str, Any]]:
+    """The first `count` episodes as plain rows for `episodes.jsonl`."""
+    versions = rollout.group["token_versions"]
+    rows = []
+    for g, sample in enumerate(rollout.samples[:count]):
+        own = versions[g][versions[g] >= 0]
+        rows.append(
+            {
+                "group_id": int(rollout.group["group_id"][g]),
+                "policy_versions": sorted(set(own.tolist())),
+                "prompt": sample.prompt,
+                "completion": sample.completion,
+                "answer": sample.answer,
+                "reward": rollout.scores.total[g],
+                "reward_parts": {name: part[g] for name, part in rollout.scores.parts.items()},
+                "num_tokens": sample.num_tokens,
+                "finished": sample.finished,
+            }
+        )
+    return rows

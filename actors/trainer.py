@@ -1,0 +1,358 @@
+"""The trainer: one batch in, one optimizer update, one new policy version; snapshots on request.
+
+A step waits for nothing but its own ranks. Every denominator is global (all micro-batches, all ranks), so the
+gradient does not depend on how a batch was cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from monarch.actor import Actor, endpoint
+from tensordict import TensorDict
+
+from actors.model import Policy, freeze_except, load_hf, shard
+from actors.packing import MicroBatch, empty_micro_batch, micro_batches
+from forge import channel
+from forge.errors import ConfigError
+from forge.losses import LossConfig, LossInput, Metrics, add_metrics, compute_loss, denominator, metric_means
+from weightsync.publisher import Endpoint, Publisher
+
+
+@dataclass
+class TrainerConfig:
+    """The optimizer step."""
+
+    steps: int = 50
+    """Optimizer steps of the run; the final policy version."""
+    lr: float = 1e-5
+    """Learning rate of AdamW."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises from 0; constant afterwards."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """Decay rates of AdamW's two moments."""
+    eps: float = 1e-8
+    """AdamW's denominator term."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of AdamW."""
+    clip_norm: float = 1.0
+    """Largest global gradient norm; larger gradients are scaled down to it."""
+    microbatch_tokens: int = 4096
+    """Tokens, padding included, of one forward and backward pass of a rank."""
+    packing: bool = False
+    """Pack several episodes into one row with restarting positions instead of padding each to the longest."""
+    trainable: list[str] = field(default_factory=list)
+    """Regular expressions of parameter names to train; empty trains all."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass instead of keeping them."""
+    logprob_chunk: int = 1024
+    """Tokens for which logits exist at the same time."""
+    start_timeout_s: float = 600.0
+    """Seconds that loading and sharding the model may take."""
+    step_timeout_s: float = 1800.0
+    """Seconds that one optimizer step may take."""
+
+    def validate(self) -> None:
+        """Raises ConfigError naming the field, its value and its limit."""
+        for name in ("steps", "lr", "clip_norm", "microbatch_tokens", "logprob_chunk", "step_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"trainer.{name} must be > 0, got {getattr(self, name)}")
+        for name in ("warmup_steps", "weight_decay", "eps"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"trainer.{name} must be >= 0, got {getattr(self, name)}")
+        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
+            raise ConfigError(f"trainer.betas must be two numbers in [0, 1), got {self.betas}")
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What the trainer loads, and the sampler whose distribution it reproduces. dtypes as text."""
+
+    path: str
+    dtype: str
+    device: str = "cpu"
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One completed step. `metrics` holds the trainer's share of a row of metrics.jsonl."""
+
+    policy_version: int
+    metrics: dict[str, float]
+    step_s: float
+    peak_rss_bytes: int
+
+
+class Trainer:
+    """One rank, without Monarch. With `world` > 1 a process group must be initialised."""
+
+    def __init__(
+        self, config: TrainerConfig, loss: LossConfig, spec: ModelSpec, *, rank: int = 0, world: int = 1, seed: int = 0
+    ) -> None:
+        torch.manual_seed(seed)
+        self._config, self._loss_config, self._spec = config, loss, spec
+        self.rank, self.world = rank, world
+        compute = getattr(torch, spec.dtype)
+        hf = load_hf(spec.path, torch.float32, spec.device)
+        hf.train()
+        freeze_except(hf, config.trainable)
+        if config.gradient_checkpointing:
+            hf.gradient_checkpointing_enable({"use_reentrant": False})
+        self.policy = Policy(
+            hf,
+            temperature=spec.temperature,
+            top_p=spec.top_p,
+            top_k=spec.top_k,
+            chunk_size=config.logprob_chunk,
+        )
+        if world > 1 or compute != torch.float32:
+            if not dist.is_initialized():
+                _solo_process_group(spec.device)
+            shard(self.policy, dist.device_mesh.init_device_mesh(spec.device, (world,)), compute)
+        self._parameters = [p for p in self.policy.parameters() if p.requires_grad]
+        self._optimizer = torch.optim.AdamW(
+            self._parameters,
+            lr=config.lr,
+            betas=(config.betas[0], config.betas[1]),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+        )
+        self._publisher: Publisher | None = None
+        self.policy_version = 0
+
+    def step(self, batch: TensorDict) -> StepResult:
+        """One optimizer update on this rank's shard `[b, T]`. Raises FloatingPointError on a non-finite gradient."""
+        begin = time.perf_counter()
+        self.policy.train()
+        scale = self._set_learning_rate()
+        totals = self._accumulate(batch)
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.clip_norm)
+        norm_value = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        if not math.isfinite(norm_value):
+            raise FloatingPointError(
+                f"the gradient norm of step {self.policy_version + 1} is {norm_value}; the weights are unchanged. "
+                "Lower trainer.lr or look at the batch's rewards and log-probs"
+            )
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.policy_version += 1
+        metrics = {**totals, "grad_norm": norm_value, "extra/lr": self._config.lr * scale}
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return StepResult(self.policy_version, metrics, time.perf_counter() - begin, peak)
+
+    def _accumulate(self, batch: TensorDict) -> dict[str, float]:
+        """Forward and backward over all micro-batches; returns the step's global metrics."""
+        cuts = micro_batches(batch, self._config.microbatch_tokens, packing=self._config.packing)
+        local = denominator(batch["loss_mask"], self._loss_config.aggregation)
+        global_denominator = self._sum(local)
+        parts: list[Metrics] = []
+        for index in range(self._max(len(cuts))):
+            # Every rank runs as many passes as the busiest one: FSDP2's collectives must pair up.
+            micro = cuts[index] if index < len(cuts) else empty_micro_batch(batch)
+            parts.append(self._pass(micro.to(self._spec.device), global_denominator))
+        total = add_metrics(parts)
+        names = sorted(total)
+        return metric_means(dict(zip(names, self._sum(torch.stack([total[n] for n in names])), strict=True)))
+
+    def _pass(self, micro: MicroBatch, global_denominator: torch.Tensor) -> Metrics:
+        logprobs, entropy = self.policy(micro.tokens, micro.position_ids, micro.mask)
+        inputs = LossInput(
+            policy_logprobs=micro.unpack(logprobs),
+            behavior_logprobs=micro.behavior_logprobs,
+            ref_logprobs=micro.ref_logprobs,
+            loss_mask=micro.loss_mask,
+            advantages=micro.advantages,
+            entropy=micro.unpack(entropy),
+        )
+        output = compute_loss(inputs, self._loss_config, global_denominator)
+        output.loss.backward()
+        return output.metrics
+
+    def _set_learning_rate(self) -> float:
+        scale = min(1.0, (self.policy_version + 1) / max(self._config.warmup_steps, 1))
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._config.lr * scale
+        return scale
+
+    def _sum(self, value: torch.Tensor) -> torch.Tensor:
+        if self.world > 1:
+            value = value.clone()
+            dist.all_reduce(value, op=dist.ReduceOp.SUM)
+        return value
+
+    def _max(self, value: int) -> int:
+        if self.world == 1:
+            return value
+        tensor = torch.tensor(value)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return int(tensor)
+
+    def connect(self, dtype: str) -> Endpoint:
+        """Creates (rank 0) or maps the weight segments; `dtype` is the generators'."""
+        refs: list[Any] = [None]
+        if self.rank == 0:
+            self._publisher = self._make_publisher(dtype, None)
+            refs = [self._publisher.endpoint.segments]
+        if self.world > 1:
+            dist.broadcast_object_list(refs, src=0)
+        if self.rank != 0:
+            self._publisher = self._make_publisher(dtype, refs[0])
+        assert self._publisher is not None
+        return self._publisher.endpoint
+
+    def _make_publisher(self, dtype: str, segments: Any) -> Publisher:
+        return Publisher(
+            self.policy.hf.named_parameters(),
+            getattr(torch, dtype),
+            rank=self.rank,
+            world=self.world,
+            segments=segments,
+        )
+
+    def snapshot(self, buffer: int) -> float:
+        """Copies this rank's weights into weight segment `buffer`; returns the seconds."""
+        assert self._publisher is not None, "connect comes before snapshot"
+        return self._publisher.snapshot(buffer)
+
+    def save(self, folder: str, tokenizer_from: str) -> None:
+        """Writes a Hugging Face checkpoint (safetensors, config, tokenizer) that appears whole or not at all."""
+        state = self._full_state_dict()
+        if self.rank == 0:
+            _write_checkpoint(self.policy.hf, state, Path(folder), tokenizer_from, getattr(torch, self._spec.dtype))
+        if self.world > 1:
+            dist.barrier()
+
+    def _full_state_dict(self) -> dict[str, torch.Tensor]:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return get_model_state_dict(self.policy.hf, options=options)
+
+    def close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+
+
+def _write_checkpoint(hf: Any, state: dict[str, Any], folder: Path, tokenizer_from: str, dtype: torch.dtype) -> None:
+    import shutil
+
+    from transformers import AutoTokenizer
+
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    tied = hf.config.tie_word_embeddings
+    weights = {k: v.to(dtype) for k, v in state.items() if not (tied and k == "lm_head.weight")}
+    hf.config.dtype = dtype
+    hf.save_pretrained(partial, state_dict=weights, safe_serialization=True)
+    AutoTokenizer.from_pretrained(tokenizer_from).save_pretrained(partial)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+
+
+def _solo_process_group(device: str) -> None:
+    """A process group of this process alone: FSDP2 wants one even when it shards over one rank."""
+    store = dist.HashStore()
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
+
+
+class TrainerActor(Actor):
+    """Monarch shell of `Trainer`, one actor a rank. Work runs in a thread: the actor stays reachable."""
+
+    def __init__(self, config: TrainerConfig, loss: LossConfig, spec: ModelSpec, *, world: int, seed: int) -> None:
+        self._arguments = (config, loss, spec)
+        self._world, self._seed = world, seed
+        self._trainer: Trainer | None = None
+
+    @property
+    def _ready(self) -> Trainer:
+        assert self._trainer is not None, "setup comes first"
+        return self._trainer
+
+    @endpoint
+    async def setup(self) -> None:
+        self._trainer = await asyncio.to_thread(self._build)
+
+    def _build(self) -> Trainer:
+        import os
+
+        device = self._arguments[2].device
+        rank = 0
+        if self._world > 1:
+            # Monarch's bootstrap of torch.distributed has set these for this mesh.
+            dist.init_process_group("nccl" if device == "cuda" else "gloo")
+            rank = dist.get_rank()
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        return Trainer(*self._arguments, rank=rank, world=self._world, seed=self._seed)
+
+    @endpoint
+    async def step(self, shards: Sequence[Any]) -> StepResult:
+        """`shards[rank]` is the handle of this rank's share of the batch."""
+        trainer = self._ready
+        return await asyncio.to_thread(_step, trainer, shards[trainer.rank])
+
+    @endpoint
+    async def connect(self, dtype: str) -> Endpoint:
+        return await asyncio.to_thread(self._ready.connect, dtype)
+
+    @endpoint
+    async def snapshot(self, buffer: int) -> float:
+        return await asyncio.to_thread(self._ready.snapshot, buffer)
+
+    @endpoint
+    async def save(self, folder: str, tokenizer_from: str) -> None:
+        await asyncio.to_thread(self._ready.save, folder, tokenizer_from)
+
+    async def __cleanup__(self, exc: Exception | None) -> None:
+        if self._trainer is not None:
+            self._trainer.close()
+
+
+def _step(trainer: Trainer, handle: Any) -> StepResult:
+    batch = channel.open(handle)
+    try:
+        return trainer.step(batch)
+    finally:
+        channel.close(handle)
+
+
+class TrainerMesh:
+    """All ranks of the trainer as the controller sees them; the source of weight sync."""
+
+    def __init__(self, mesh: Any, config: TrainerConfig, world: int, publish_dtype: str) -> None:
+        if world < 1:
+            raise ConfigError(f"the trainer needs at least one process, got {world}")
+        self._mesh, self._config, self._publish_dtype = mesh, config, publish_dtype
+        self.world = world
+
+    async def setup(self) -> None:
+        if self.world > 1:
+            from monarch.spmd import setup_torch_elastic_env
+
+            await asyncio.to_thread(lambda: setup_torch_elastic_env(self._mesh).get())
+        await self._mesh.setup.call()
+
+    async def step(self, shards: Sequence[Any]) -> StepResult:
+        results = [result for _, result in await self._mesh.step.call(shards)]
+        return max(results, key=lambda r: r.peak_rss_bytes)
+
+    async def endpoint(self) -> Endpoint:
+        results = [result for _, result in await self._mesh.connect.call(self._publish_dtype)]
+        return results[0]
+
+    async def snapshot(self, buffer: int) -> float:
+        return max(seconds for _, seconds in await self._mesh.snapshot.call(buffer))
+
+    async def save(self, folder: str, tokenizer_from: str) -> None:
+        await self._mesh.save.call(folder, tokenizer_from)

@@ -1,0 +1,1 @@
+"""Programs built from the rooms; no room imports this one."""

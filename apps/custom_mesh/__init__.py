@@ -1,0 +1,1 @@
+"""A user's own actor on its own mesh."""

@@ -1,0 +1,306 @@
+"""What a run says while it runs and when it ends.
+
+    log = RunLog(cfg.run, config_yaml, cfg.trainer.steps, name="smollm2")   # before any process starts
+    log.note("starting the generators")
+    log.step({**meter.lap(), **result.metrics, "step": 1, ...}, episodes=sample)
+    log.close()
+    log.print_table()
+
+None of these waits for a disk or a terminal, `close` and `print_table` excepted: rows go to the thread of
+forge/run_folder.py, what is shown goes to a thread of its own, which drops updates when the terminal is slow.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from forge.errors import ConfigError
+from forge.metrics import NONFINITE, Number, Row, make_row, read_rows
+from forge.run_folder import EpisodeRecord, RunFolder, check_dir
+
+_LINE_EVERY_S = 2.0
+_RECENT_STEPS = 20
+
+
+@dataclass
+class RunConfig:
+    """Where a run is written and what it shows."""
+
+    dir: str | None = None
+    """Folder of this run; must be empty or absent. Null makes runs/<preset or model>-<date>-<time>."""
+    episodes_per_step: int = 2
+    """Decoded episodes written to episodes.jsonl a step; 0 writes none."""
+    progress: bool = True
+    """Show progress: a live bar on a terminal, a line every two seconds at most elsewhere."""
+    tensorboard: bool = True
+    """Write TensorBoard events into the run folder."""
+    checkpoint: bool = True
+    """Write the final model to checkpoint/ in the run folder, in Hugging Face format."""
+
+
+def check_run(cfg: RunConfig) -> None:
+    """Raises ConfigError when the run cannot start like this; makes nothing."""
+    if cfg.episodes_per_step < 0:
+        raise ConfigError(f"run.episodes_per_step must be >= 0, got {cfg.episodes_per_step}; use 0 for none")
+    if cfg.dir is not None:
+        check_dir(cfg.dir)
+
+
+class RunLog:
+    """All that a run writes and shows, behind one call a step.
+
+    `live` None shows the bar on a terminal and plain lines elsewhere; False gives plain lines always, as
+    a debugger needs them. Raises ConfigError or RunFolderError as `RunFolder` does.
+    """
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        config_yaml: str,
+        total_steps: int,
+        *,
+        name: str = "run",
+        live: bool | None = None,
+        console: Console | None = None,
+    ) -> None:
+        check_run(cfg)
+        self._cfg, self._total = cfg, total_steps
+        self._console = console or Console()
+        self.folder = RunFolder(cfg.dir, name, config_yaml, tensorboard=cfg.tensorboard)
+        self._terminal: Terminal | None = None
+        if cfg.progress:
+            live = self._console.is_terminal if live is None else live
+            self._terminal = Terminal(self._console, total_steps, live=live)
+        self.note(f"run folder {self.folder.path}")
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """Where the final model goes; None when the config asks for none."""
+        return self.folder.checkpoint if self._cfg.checkpoint else None
+
+    def note(self, text: str) -> None:
+        """Shows one line about what the run does now, such as a start that takes minutes."""
+        if self._terminal is not None:
+            self._terminal.note(text)
+
+    def step(self, values: Mapping[str, Any], episodes: Sequence[EpisodeRecord] = ()) -> Row:
+        """Records one step; returns the row as it is written. Never waits.
+
+        `values` as for `make_row`; the first `episodes_per_step` of `episodes` are kept. Raises
+        SchemaError for a wrong row, RunFolderError when an earlier write failed.
+        """
+        row = make_row(values)
+        self.folder.write(row, episodes[: self._cfg.episodes_per_step])
+        if self._terminal is not None:
+            self._terminal.step(row)
+        return row
+
+    def close(self) -> None:
+        """Restores the terminal and closes the files; a second call does nothing.
+
+        Raises RunFolderError when rows could not be written and no earlier call said so.
+        """
+        if self._terminal is not None:
+            self._terminal.close()
+        self.folder.close()
+
+    def print_table(self, peak_memory: Mapping[str, int] | None = None) -> None:
+        """Prints the last table; call it after `close`. `peak_memory` is bytes by role."""
+        table = final_table(read_rows(self.folder.metrics_path), self._total, peak_memory)
+        # rich answers a reader that went away (`| head`) with SystemExit, which would hide the exit code.
+        with suppress(BrokenPipeError, SystemExit):
+            self._console.print(table)
+            self._console.print(
+                f"run folder {self.folder.path}", highlight=False, markup=False, soft_wrap=True
+            )
+
+
+class Terminal:
+    """Shows progress from a thread of its own, so that a stopped terminal or a full pipe stops nobody."""
+
+    def __init__(
+        self,
+        console: Console,
+        total_steps: int,
+        *,
+        live: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console, self._total, self._clock = console, total_steps, clock
+        self._bar = _Bar(console, total_steps) if live else None
+        self._recent: deque[tuple[Number, Number]] = deque(maxlen=_RECENT_STEPS)
+        self._next_line_s = clock()
+        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(64)
+        self._thread = threading.Thread(target=self._work, name="terminal", daemon=True)
+        self._thread.start()
+
+    def note(self, text: str) -> None:
+        """Shows `text`: under the bar, or as a line."""
+        bar = self._bar
+        self._submit((lambda: bar.show(text)) if bar else (lambda: self._print(text)))
+
+    def step(self, row: Row) -> None:
+        """Shows a row; without a bar the last one always and others every two seconds at most."""
+        step, bar = row["step"] or 0, self._bar
+        status = status_line(row, self._eta_s(step, row["time_s"] or 0))
+        if bar is not None:
+            self._submit(lambda: bar.show(status, int(step)))
+        elif self._clock() >= self._next_line_s or step >= self._total:
+            self._next_line_s = self._clock() + _LINE_EVERY_S
+            self._submit(lambda: self._print(f"step {step}/{self._total}  {status}"))
+
+    def close(self) -> None:
+        """Shows what is queued and gives the terminal back; gives up on one that is stopped."""
+        with suppress(queue.Full):
+            self._queue.put(None, timeout=1.0)
+        self._thread.join(2.0)
+
+    def _eta_s(self, step: Number, time_s: Number) -> float:
+        first_step, first_s = self._recent[0] if self._recent else (step - 1, 0.0)
+        self._recent.append((step, time_s))
+        return (time_s - first_s) / max(1, step - first_step) * max(0, self._total - step)
+
+    def _submit(self, action: Callable[[], None]) -> None:
+        with suppress(queue.Full):
+            self._queue.put_nowait(action)
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _work(self) -> None:
+        # Nobody reads any more (SystemExit is rich's word for a broken pipe): training goes on unseen.
+        with suppress(OSError, SystemExit):
+            if self._bar is not None:
+                self._bar.start()
+            while (action := self._queue.get()) is not None:
+                action()
+            if self._bar is not None:
+                self._bar.stop()
+
+
+class _Bar(Progress):
+    """A bar with one line of figures below it."""
+
+    def __init__(self, console: Console, total_steps: int) -> None:
+        self._status = ""
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TimeElapsedColumn())
+        super().__init__(*columns, console=console, refresh_per_second=2, expand=True)
+        self._task = self.add_task("step", total=total_steps)
+
+    def show(self, status: str, step: int | None = None) -> None:
+        self._status = status
+        self.update(self._task, completed=step, refresh=True)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield Text(self._status, no_wrap=True, overflow="ellipsis")
+
+
+def status_line(row: Row, eta_s: float) -> str:
+    """The figures of one row in one line of less than 80 columns."""
+    return "  ".join(
+        (
+            f"reward {_text(row['reward/mean'], '.3f')}",
+            f"stale {_text(row['staleness/mean'], '.1f')}/{_text(row['staleness/max'])}"
+            f"<={_text(row['staleness/bound'])}",
+            f"{_text(row['generator/tokens_per_s'], ',.0f')} tok/s",
+            f"idle {_text(row['trainer/idle_share'], '.0%')}",
+            f"ETA {_duration(eta_s)}",
+        )
+    )
+
+
+def final_table(
+    rows: Sequence[Row], total_steps: int | None = None, peak_memory: Mapping[str, int] | None = None
+) -> Table:
+    """The table that ends a run: two columns, below 80 characters, one fact a line.
+
+    `rows` as read by `read_rows`; a figure that no row has is shown as "-". `peak_memory` is bytes by role.
+    """
+    table = Table(box=box.ROUNDED, show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, value in _facts(rows, total_steps):
+        table.add_row(name, value)
+    if peak_memory:
+        width = max(map(len, peak_memory))
+        memory = (f"{role:{width}} {size / 2**30:8.2f} GiB" for role, size in peak_memory.items())
+        table.add_row("peak memory", "\n".join(memory))
+    return table
+
+
+def _facts(rows: Sequence[Row], total_steps: int | None) -> Iterable[tuple[str, str]]:
+    last = rows[-1] if rows else {}
+    wall_s = last.get("time_s") or 0.0
+    of_total = "" if total_steps is None else f" of {total_steps:,}"
+    yield "steps", f"{len(rows):,}{of_total}"
+    yield "episodes", _count(rows, "episodes/trained")
+    yield "reward", _rise(_values(rows, "reward/mean"))
+    yield "tokens", f"{_count(rows, 'tokens/generated')} generated, {_count(rows, 'tokens/trained')} trained"
+    yield "tokens/s", _text(_over(rows, "tokens/generated", wall_s), ",.0f")
+    yield "trainer idle share", _text(_over(rows, "time/wait_batch_s", wall_s), ".1%")
+    yield "staleness", _staleness(rows, last.get("staleness/bound"))
+    dropped, wasted = _count(rows, "episodes/dropped"), _count(rows, "tokens/wasted")
+    yield "dropped", f"{dropped} episodes, {wasted} tokens"
+    yield "publish stall", _mean_max_ms(_values(rows, "time/publish_stall_s"))
+    yield "generator pause", _mean_max_ms([v for v in _values(rows, "generator/pause_s") if v > 0])
+    yield "wall time", _duration(wall_s)
+    if nonfinite := sum(_values(rows, NONFINITE)):
+        yield "NaN or infinite", f"{nonfinite:,} values, written as null"
+
+
+def _values(rows: Sequence[Row], key: str) -> list[Number]:
+    return [value for row in rows if (value := row.get(key)) is not None]
+
+
+def _count(rows: Sequence[Row], key: str) -> str:
+    values = _values(rows, key)
+    return _text(sum(values) if values else None, ",")
+
+
+def _over(rows: Sequence[Row], key: str, wall_s: float) -> float | None:
+    return sum(_values(rows, key)) / wall_s if wall_s > 0 else None
+
+
+def _rise(rewards: Sequence[Number]) -> str:
+    if not rewards:
+        return "-"
+    span = max(1, min(5, len(rewards) // 2))
+    first, last = sum(rewards[:span]) / span, sum(rewards[-span:]) / span
+    steps = "step" if span == 1 else f"{span} steps"
+    return f"{first:.3f} -> {last:.3f}  ({last - first:+.3f}; first and last {steps})"
+
+
+def _staleness(rows: Sequence[Row], bound: Number | None) -> str:
+    means, most = _values(rows, "staleness/mean"), _values(rows, "staleness/max")
+    mean = sum(means) / len(means) if means else None
+    return f"mean {_text(mean, '.2f')}, max {_text(max(most, default=None))}, bound {_text(bound)}"
+
+
+def _mean_max_ms(seconds: Sequence[Number]) -> str:
+    if not seconds:
+        return "-"
+    return f"mean {sum(seconds) / len(seconds) * 1e3:,.1f} ms, max {max(seconds) * 1e3:,.1f} ms"
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
+def _text(value: Number | None, spec: str = "g") -> str:
+    return "-" if value is None else format(value, spec)

@@ -1,0 +1,146 @@
+"""The replay as a Monarch actor, and the client that looks like a local `Replay`.
+
+Nothing is decided here: the waits are in `replay/service.py`, the rules in `replay/buffer.py`. Messages
+carry tickets, numbers and channel handles; tensors go through `forge.channel`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any, Literal, TypeVar
+
+import forge.channel
+from monarch.actor import Actor, ActorError, concurrent_endpoint, endpoint
+from tensordict import TensorDict
+
+from forge.errors import ForgeError
+from replay.service import Channel, Replay, ReplayConfig, SampledBatch
+from replay.staleness import Ticket
+
+__all__ = ["Replay", "ReplayActor", "ReplayClient", "ReplayConfig", "SampledBatch", "Ticket"]
+
+T = TypeVar("T")
+
+
+class ReplayActor(Actor):
+    """One process, one `Replay`. Endpoints that wait, and `add`, run concurrently: no wait blocks a call."""
+
+    def __init__(
+        self,
+        cfg: ReplayConfig,
+        groups_per_step: int,
+        degenerate: Literal["keep", "drop"] = "keep",
+        start_version: int = 0,
+        pad_id: int = 0,
+        reward_name: str = "the reward",
+    ) -> None:
+        self._replay = Replay(
+            cfg,
+            groups_per_step=groups_per_step,
+            degenerate=degenerate,
+            start_version=start_version,
+            pad_id=pad_id,
+            reward_name=reward_name,
+        )
+
+    @concurrent_endpoint
+    async def reserve(self) -> Ticket | None:
+        """See `Replay.reserve`."""
+        return await self._replay.reserve()
+
+    @concurrent_endpoint
+    async def add(self, ticket: Ticket, group: Any) -> None:
+        """See `Replay.add`."""
+        await self._replay.add(ticket, group)
+
+    @concurrent_endpoint
+    async def sample(self, policy_version: int, num_shards: int = 1) -> SampledBatch | None:
+        """See `Replay.sample`."""
+        return await self._replay.sample(policy_version, num_shards)
+
+    @endpoint
+    async def fail(self, ticket: Ticket) -> None:
+        """See `Replay.fail`."""
+        await self._replay.fail(ticket)
+
+    @endpoint
+    async def release(self, version: int) -> None:
+        """See `Replay.release`."""
+        await self._replay.release(version)
+
+    @endpoint
+    async def close_replay(self) -> None:
+        """See `Replay.close`."""
+        await self._replay.close()
+
+    @endpoint
+    async def stats(self) -> dict[str, float]:
+        """See `Replay.stats`."""
+        return await self._replay.stats()
+
+
+class ReplayClient:
+    """`Replay`'s interface over a mesh of one ReplayActor. Groups travel through the channel.
+
+    The project's own errors arrive as themselves (with the remote traceback as their cause), so that code
+    written against `Replay` works against either.
+    """
+
+    def __init__(self, mesh: Any, channel: Channel = forge.channel) -> None:
+        self._mesh = mesh
+        self._channel = channel
+        self._returning: set[asyncio.Task[None]] = set()
+
+    async def reserve(self) -> Ticket | None:
+        """See `Replay.reserve`. A caller that is cancelled while it waits leaves no slot taken."""
+        call = asyncio.ensure_future(_own_errors(self._mesh.reserve.call_one()))
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            # A remote call cannot be cancelled: it may still be granted a slot that nobody waits for.
+            task = asyncio.ensure_future(self._return_slot(call))
+            self._returning.add(task)
+            task.add_done_callback(self._returning.discard)
+            raise
+
+    async def add(self, ticket: Ticket, group: TensorDict) -> None:
+        """See `Replay.add`."""
+        await _own_errors(self._mesh.add.call_one(ticket, self._channel.put(group)))
+
+    async def fail(self, ticket: Ticket) -> None:
+        """See `Replay.fail`."""
+        await _own_errors(self._mesh.fail.call_one(ticket))
+
+    async def sample(self, policy_version: int, num_shards: int = 1) -> SampledBatch | None:
+        """See `Replay.sample`."""
+        return await _own_errors(self._mesh.sample.call_one(policy_version, num_shards))
+
+    async def release(self, version: int) -> None:
+        """See `Replay.release`."""
+        await _own_errors(self._mesh.release.call_one(version))
+
+    async def close(self) -> None:
+        """See `Replay.close`."""
+        await _own_errors(self._mesh.close_replay.call_one())
+
+    async def stats(self) -> dict[str, float]:
+        """See `Replay.stats`."""
+        return await _own_errors(self._mesh.stats.call_one())
+
+    async def _return_slot(self, call: asyncio.Future[Ticket | None]) -> None:
+        try:
+            ticket = await call
+            if ticket is not None:
+                await self.fail(ticket)
+        except Exception:
+            return  # the wait ended without a slot; whoever asked for it is gone
+
+
+async def _own_errors(call: Awaitable[T]) -> T:
+    try:
+        return await call
+    except ActorError as error:
+        if isinstance(error.exception, ForgeError):
+            raise error.exception from error
+        raise

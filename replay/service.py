@@ -1,0 +1,279 @@
+"""The replay of a run: ReplayBuffer with waiting. Works in any asyncio loop, without Monarch.
+
+    caller             call        waits for         unblocked by
+    rollout loop x N   reserve()   a free slot       release, a dropped or failed group, close
+    train loop         sample(v)   its next batch    add, a dropped or failed group, close
+    weight loop        release(v)  nothing
+
+Call order of a rollout loop: reserve, then exactly one of add and fail. `close` ends every wait:
+`reserve` and `sample` return None from then on, and late groups are discarded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections import deque
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, Protocol
+
+import forge.channel
+import torch
+from tensordict import TensorDict
+
+from forge.batch import check_batch
+from forge.errors import ConfigError, DeadlineExceeded, SchemaError, StalenessError
+from replay.buffer import Counts, Record, ReplayBuffer, summarize
+from replay.shards import make_shards
+from replay.staleness import Admission, Ticket
+
+
+@dataclass
+class ReplayConfig:
+    """How far generation may run ahead of training."""
+
+    max_staleness: int = 1
+    """Policy versions, at most, between an episode's oldest token and the trainer that consumes it; 0 is
+    strictly on-policy, which is the synchronous baseline."""
+    reserve_timeout_s: float = 600.0
+    """Seconds that a rollout loop waits for a free slot before the run fails, naming who holds the slots."""
+    sample_timeout_s: float = 600.0
+    """Seconds that the train loop waits for a batch before the run fails, naming the missing groups."""
+    max_degenerate_in_a_row: int = 256
+    """Groups, dropped one after the other because all their rewards are equal, before the run fails."""
+
+    def __post_init__(self) -> None:
+        if self.max_staleness < 0:
+            raise ConfigError(
+                f"replay.max_staleness must be >= 0, got {self.max_staleness}; use 0 for strictly on-policy"
+            )
+        for name in ("reserve_timeout_s", "sample_timeout_s", "max_degenerate_in_a_row"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise ConfigError(f"replay.{name} must be > 0, got {value}; leave it out for the default")
+
+
+class Channel(Protocol):
+    """The part of `forge.channel` that the replay uses."""
+
+    def put(self, td: TensorDict) -> Any: ...
+
+    def take(self, handle: Any) -> TensorDict: ...
+
+    def close(self, handle: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class SampledBatch:
+    """One batch, ready for the trainer."""
+
+    handles: list[Any]
+    """One channel handle a data-parallel rank, to a Batch `[B_r, T_r]` of whole episodes."""
+    policy_version: int
+    """The version that the trainer stands at; training on the batch makes the next one."""
+    stats: dict[str, float]
+    """Keys of `metrics.jsonl`, see `Replay.sample`."""
+
+
+class Replay:
+    """Admission, storage and sampling of whole groups, with deadlines."""
+
+    def __init__(
+        self,
+        cfg: ReplayConfig,
+        *,
+        groups_per_step: int,
+        degenerate: Literal["keep", "drop"] = "keep",
+        start_version: int = 0,
+        pad_id: int = 0,
+        reward_name: str = "the reward",
+        channel: Channel = forge.channel,
+    ) -> None:
+        """`start_version` is the policy version that trainer and generators hold when the run begins."""
+        self._cfg = cfg
+        self._buffer = ReplayBuffer(
+            Admission(cfg.max_staleness, groups_per_step, start_version),
+            degenerate=degenerate,
+            max_degenerate_in_a_row=cfg.max_degenerate_in_a_row,
+            reward_name=reward_name,
+        )
+        self._pad_id = pad_id
+        self._channel = channel
+        self._closed = False
+        self._reservers: deque[asyncio.Future[Ticket | None]] = deque()
+        self._sampler: asyncio.Future[None] | None = None
+        self._counts_at_sample = Counts()
+        self._admission_waits: list[float] = []
+
+    async def reserve(self) -> Ticket | None:
+        """A slot for one group, first come, first served; None once the replay is closed.
+
+        Raises DeadlineExceeded after `reserve_timeout_s`, naming what holds the slots.
+        """
+        if self._closed:
+            return None
+        start = time.monotonic()
+        ticket = self._buffer.reserve() or await self._wait_for_slot()
+        if ticket is not None:
+            self._admission_waits.append(time.monotonic() - start)
+        return ticket
+
+    async def add(self, ticket: Ticket, group: Any) -> None:
+        """Hands in the ticket's group: a Group `[G]`, or the channel handle of one. The replay owns it then.
+
+        Sets `group_id` to the ticket's number. Raises SchemaError on a malformed group, whose slot is free
+        then, StalenessError when the ticket is not running, and RewardError when `max_degenerate_in_a_row`
+        groups were dropped in a row.
+        """
+        if self._closed:
+            if not isinstance(group, TensorDict):
+                self._channel.close(group)
+            return
+        try:
+            td = group if isinstance(group, TensorDict) else self._channel.take(group)
+            self._buffer.add(ticket, _read(td, ticket))
+        except BaseException:
+            self._buffer.fail(ticket)
+            raise
+        finally:
+            self._wake()
+
+    async def fail(self, ticket: Ticket) -> None:
+        """The ticket's group will never come: its slot is free at once. Harmless after `add` or `fail`."""
+        self._buffer.fail(ticket)
+        self._wake()
+
+    async def sample(self, policy_version: int, num_shards: int = 1) -> SampledBatch | None:
+        """The next batch, cut for `num_shards` ranks, once its groups are complete; None once closed.
+
+        `policy_version` is where the trainer stands; the batch makes the next version. `stats` covers the
+        time since the last sample: staleness/{mean,max,bound} in versions and reward/{mean,std} over the
+        trained episodes, {tokens,episodes}/trained, tokens/wasted and episodes/dropped (too old, or
+        degenerate and dropped), groups/degenerate, replay/{queued,running}_groups that are left, and
+        replay/admission_wait_s, the mean wait of a reserve.
+
+        Raises DeadlineExceeded after `sample_timeout_s`, naming the missing groups; StalenessError when
+        `policy_version` went back or a second caller waits; ConfigError with fewer episodes than shards.
+        """
+        records = await self._next_records(policy_version)
+        if records is None:
+            return None
+        stats = self._stats_of(records, policy_version)
+        shards = make_shards([record.group for record in records], num_shards, self._pad_id)
+        return SampledBatch([self._channel.put(shard) for shard in shards], policy_version, stats)
+
+    async def release(self, version: int) -> None:
+        """Every serving replica holds `version` or newer: frees the slots of the batches up to it."""
+        self._buffer.release(version)
+        self._wake()
+
+    async def close(self) -> None:
+        """Ends the run: every waiting and later `reserve` and `sample` returns None."""
+        self._closed = True
+        self._wake()
+
+    async def stats(self) -> dict[str, float]:
+        """Totals since the start, and the slots as they are now."""
+        counts, admission = self._buffer.counts, self._buffer.admission
+        return {
+            "replay/slots": admission.slots,
+            "replay/free_slots": admission.free,
+            "replay/unreleased_slots": admission.unreleased,
+            "replay/running_groups": self._buffer.num_running,
+            "replay/queued_groups": self._buffer.num_queued,
+            "replay/waiting_reserves": sum(not waiter.done() for waiter in self._reservers),
+            "replay/released_version": admission.released,
+            "replay/next_version": admission.next_version,
+            **{f"total/{name}": value for name, value in asdict(counts).items()},
+        }
+
+    async def _wait_for_slot(self) -> Ticket | None:
+        waiter: asyncio.Future[Ticket | None] = asyncio.get_running_loop().create_future()
+        self._reservers.append(waiter)
+        try:
+            await asyncio.wait([waiter], timeout=self._cfg.reserve_timeout_s)
+        except asyncio.CancelledError:
+            # The slot may have been granted in the same turn of the loop: nobody would ever use it.
+            if waiter.done() and (ticket := waiter.result()) is not None:
+                await self.fail(ticket)
+            waiter.cancel()
+            raise
+        if waiter.done():
+            return waiter.result()
+        waiter.cancel()
+        raise DeadlineExceeded(
+            f"waited {self._cfg.reserve_timeout_s:g} s for a free replay slot: "
+            f"{self._buffer.describe_slots()}; see whether the trainer steps and weight sync releases its "
+            "versions, or raise replay.reserve_timeout_s"
+        )
+
+    async def _next_records(self, policy_version: int) -> list[Record] | None:
+        if self._sampler is not None:
+            raise StalenessError("sample was called while another sample waits; one loop takes the batches")
+        deadline = time.monotonic() + self._cfg.sample_timeout_s
+        try:
+            while not self._closed:
+                records = self._buffer.sample(policy_version)
+                if records is not None:
+                    return records
+                self._sampler = asyncio.get_running_loop().create_future()
+                self._wake_reservers()
+                left = deadline - time.monotonic()
+                await asyncio.wait([self._sampler], timeout=max(0.0, left))
+                if not self._sampler.done():
+                    raise DeadlineExceeded(
+                        f"waited {self._cfg.sample_timeout_s:g} s for the batch of policy_version "
+                        f"{policy_version}: {self._buffer.describe_missing()}; see whether generators and "
+                        "rewards answer, or raise replay.sample_timeout_s"
+                    )
+            return None
+        finally:
+            self._sampler = None
+            self._wake_reservers()
+
+    def _stats_of(self, records: list[Record], policy_version: int) -> dict[str, float]:
+        counts = self._buffer.counts
+        recent, self._counts_at_sample = counts.since(self._counts_at_sample), replace(counts)
+        waits, self._admission_waits = self._admission_waits, []
+        staleness = [policy_version - version for r in records for version in r.oldest if version >= 0] or [0]
+        rewards = [reward for r in records for reward in r.rewards]
+        return {
+            "staleness/mean": statistics.fmean(staleness),
+            "staleness/max": float(max(staleness)),
+            "staleness/bound": float(self._cfg.max_staleness),
+            "reward/mean": statistics.fmean(rewards),
+            "reward/std": statistics.pstdev(rewards),
+            "tokens/trained": float(recent.tokens_trained),
+            "tokens/wasted": float(recent.tokens_wasted),
+            "episodes/trained": float(recent.episodes_trained),
+            "episodes/dropped": float(recent.episodes_dropped),
+            "groups/degenerate": float(recent.groups_degenerate),
+            "replay/queued_groups": float(self._buffer.num_queued),
+            "replay/running_groups": float(self._buffer.num_running),
+            "replay/admission_wait_s": statistics.fmean(waits) if waits else 0.0,
+        }
+
+    def _wake(self) -> None:
+        self._wake_reservers()
+        if self._sampler is not None and not self._sampler.done():
+            self._sampler.set_result(None)
+
+    def _wake_reservers(self) -> None:
+        while self._reservers:
+            waiter = self._reservers[0]
+            if not waiter.done():
+                ticket = None if self._closed else self._buffer.reserve()
+                if ticket is None and not self._closed:
+                    return
+                waiter.set_result(ticket)
+            self._reservers.popleft()
+
+
+def _read(group: TensorDict, ticket: Ticket) -> Record:
+    check_batch(group)
+    if group.batch_size[0] == 0:
+        raise SchemaError("the group has 0 episodes; fail its ticket instead of adding it")
+    group = group.clone(recurse=False)
+    group["group_id"] = torch.full(group.batch_size, ticket.seq, dtype=torch.int64)
+    return summarize(group)

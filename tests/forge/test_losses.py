@@ -1,0 +1,483 @@
+"""Laws of forge/losses.py: golden values and gradients, and one gradient however the batch is cut."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forge.errors import ConfigError, SchemaError
+from forge.losses import (
+    AGGREGATIONS,
+    LOSSES,
+    LossConfig,
+    LossInput,
+    LossOutput,
+    TokenLoss,
+    add_metrics,
+    compute_loss,
+    denominator,
+    kl_divergence,
+    metric_means,
+    probability_ratio,
+)
+
+GOLDEN = Path(__file__).parent / "golden"
+ALGORITHMS = json.loads((GOLDEN / "algorithms.json").read_text())
+GRADIENTS = json.loads((GOLDEN / "losses_and_gradients.json").read_text())
+
+
+def make_config(aggregation: Any = "token_mean", **changes: Any) -> LossConfig:
+    return LossConfig(aggregation=aggregation, norm_length=12, **changes)
+
+
+def run(x: LossInput, cfg: LossConfig) -> LossOutput:
+    return compute_loss(x, cfg, denominator(x.loss_mask, cfg.aggregation))
+
+
+def value_and_grad(x: LossInput, cfg: LossConfig) -> tuple[float, Tensor]:
+    leaf = x.policy_logprobs.detach().clone().requires_grad_()
+    loss = run(replace(x, policy_logprobs=leaf), cfg).loss
+    loss.backward()
+    assert leaf.grad is not None
+    return loss.item(), leaf.grad
+
+
+def golden_tensors(data: Any) -> dict[str, Tensor]:
+    return {k: torch.tensor(v, dtype=torch.float64) for k, v in data["inputs"].items() if isinstance(v[0], list)}
+
+
+def forward_input() -> LossInput:
+    """Inputs of algorithms.json: masks with holes, a group of three, of two and of one (raw reward)."""
+    t = golden_tensors(ALGORITHMS)
+    return LossInput(
+        policy_logprobs=t["logp"],
+        behavior_logprobs=t["old_logp"],
+        ref_logprobs=t["ref_logp"],
+        loss_mask=t["mask"].bool(),
+        advantages=torch.tensor(ALGORITHMS["outputs"]["grpo_adv"], dtype=torch.float64),
+    )
+
+
+def gradient_input() -> LossInput:
+    """Inputs of losses_and_gradients.json: 16 ragged episodes in 4 groups, one without variance."""
+    t = golden_tensors(GRADIENTS)
+    return LossInput(
+        policy_logprobs=t["new"],
+        behavior_logprobs=t["old"],
+        ref_logprobs=t["roll"],
+        loss_mask=t["mask"].bool(),
+        advantages=torch.tensor(GRADIENTS["expected"]["adv_grpo"]["value"], dtype=torch.float64),
+    )
+
+
+def random_input(rows: int = 8, width: int = 50, seed: int = 0) -> LossInput:
+    """Very ragged episodes with holes in their masks; the last row holds nothing to train."""
+    g = torch.Generator().manual_seed(seed)
+    draw = torch.randn((3, rows, width), generator=g, dtype=torch.float64)
+    lengths = torch.tensor([2, width, 5, 11, 30, 3, 17, 0] * (rows // 8))
+    mask = (torch.arange(width) < lengths[:, None]) & (torch.rand((rows, width), generator=g) > 0.2)
+    mask[:, 0] = False
+    return LossInput(
+        policy_logprobs=-draw[0].abs() - 0.3,
+        behavior_logprobs=-draw[0].abs() - 0.3 + 0.5 * draw[1],
+        ref_logprobs=-draw[0].abs() - 0.3 + 0.5 * draw[2],
+        loss_mask=mask,
+        advantages=torch.randn(rows, generator=g, dtype=torch.float64),
+    )
+
+
+def rows_of(x: LossInput, rows: slice | list[int]) -> LossInput:
+    named = {k: v[rows] for k, v in vars(x).items() if v is not None}
+    return LossInput(**named)
+
+
+# Golden numbers
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_ppo_with_dual_clip_equals_the_golden_value(aggregation: str) -> None:
+    cfg = make_config(aggregation, dual_clip=3.0)
+    cfg.norm_length = 5
+    expected = ALGORITHMS["outputs"][f"ppo_clip(.2,.28,c=3)/{aggregation.replace('_', '-')}"]
+    assert float(run(forward_input(), cfg).loss) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"])
+def test_ppo_equals_the_golden_value_and_gradient(aggregation: str) -> None:
+    expected = GRADIENTS["expected"][f"ppo_{aggregation.replace('_', '-')}"]
+    value, grad = value_and_grad(gradient_input(), make_config(aggregation))
+    assert value == pytest.approx(expected["value"], abs=1e-6)
+    torch.testing.assert_close(grad, torch.tensor(expected["grad_new"], dtype=torch.float64), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_kl_estimators_equal_the_golden_values(estimator: str) -> None:
+    x = forward_input()
+    assert x.ref_logprobs is not None
+    kl = kl_divergence(x.policy_logprobs, x.ref_logprobs, estimator)[x.loss_mask].mean()
+    assert float(kl) == pytest.approx(ALGORITHMS["outputs"][f"kl_{estimator}_mean"], abs=1e-6)
+
+
+def golden_k3_input() -> LossInput:
+    # Without advantage the policy term vanishes and the KL term is what is left.
+    x = gradient_input()
+    return replace(x, advantages=torch.zeros(16, dtype=torch.float64), ref_logprobs=x.behavior_logprobs)
+
+
+def test_the_kl_term_equals_the_golden_value_and_gradient() -> None:
+    expected = GRADIENTS["expected"]["k3"]
+    value, grad = value_and_grad(golden_k3_input(), make_config(kl_weight=1.0, kl_estimator="k3"))
+    assert value == pytest.approx(expected["value"], abs=1e-6)
+    torch.testing.assert_close(grad, torch.tensor(expected["grad_new"], dtype=torch.float64), rtol=0, atol=1e-6)
+
+
+# Losses of one's own, with golden numbers as the judge of the seam
+
+
+def cispo(x: LossInput, cfg: LossConfig) -> TokenLoss:
+    ratio = probability_ratio(x.policy_logprobs, x.behavior_logprobs)
+    weight = ratio.clamp(1.0 - cfg.params["low"], 1.0 + cfg.params["high"]).detach()
+    return -weight * x.advantages * x.policy_logprobs, {"extra/weight": weight}
+
+
+def gspo(x: LossInput, cfg: LossConfig) -> TokenLoss:
+    gap = (x.policy_logprobs - x.behavior_logprobs).sum(1) / x.loss_mask.sum(1).clamp(min=1)
+    move = (x.policy_logprobs - x.policy_logprobs.detach()).exp()
+    ratio = gap.exp().detach()[:, None] * move
+    clipped = ratio.clamp(1.0 - cfg.clip_low, 1.0 + cfg.clip_high)
+    return torch.maximum(-x.advantages * ratio, -x.advantages * clipped), {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProximalInput(LossInput):
+    """A field that a later loss needs."""
+
+    proximal_logprobs: Tensor
+
+
+def ppo_tis(x: LossInput, cfg: LossConfig) -> TokenLoss:
+    assert isinstance(x, ProximalInput)
+    weight = (x.proximal_logprobs - x.behavior_logprobs).exp().clamp(max=cfg.params["cap"]).detach()
+    loss, metrics = LOSSES["ppo_clip"](replace(x, behavior_logprobs=x.proximal_logprobs), cfg)
+    return weight * loss, metrics
+
+
+def test_an_own_loss_is_one_registered_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LOSSES, "cispo", cispo)
+    cfg = make_config(name="cispo", params={"low": 1.0, "high": 4.0})
+    out = run(forward_input(), cfg)
+    assert float(out.loss) == pytest.approx(ALGORITHMS["outputs"]["cispo(low=1,high=4)"], abs=1e-6)
+    assert "extra/weight" in out.metrics
+    upper_only = replace(cfg, params={"low": 1.0, "high": 0.28})
+    expected = GRADIENTS["expected"]["cispo_upper_only"]
+    value, grad = value_and_grad(gradient_input(), upper_only)
+    assert value == pytest.approx(expected["value"], abs=1e-6)
+    torch.testing.assert_close(grad, torch.tensor(expected["grad_new"], dtype=torch.float64), rtol=0, atol=1e-6)
+
+
+def test_a_loss_over_whole_sequences_fits_the_same_seam(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LOSSES, "gspo", gspo)
+    cfg = make_config("seq_mean_token_mean", name="gspo", clip_low=3e-4, clip_high=4e-4)
+    golden = ALGORITHMS["outputs"]["gspo(3e-4,4e-4)"]
+    assert float(run(forward_input(), cfg).loss) == pytest.approx(golden, abs=1e-6)
+    expected = GRADIENTS["expected"]["gspo"]
+    value, grad = value_and_grad(gradient_input(), make_config("seq_mean_token_mean", name="gspo"))
+    assert value == pytest.approx(expected["value"], abs=1e-6)
+    torch.testing.assert_close(grad, torch.tensor(expected["grad_new"], dtype=torch.float64), rtol=0, atol=1e-6)
+
+
+def test_a_loss_may_read_a_field_that_others_do_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LOSSES, "ppo_tis", ppo_tis)
+    x = gradient_input()
+    assert x.ref_logprobs is not None
+    fields = {**vars(x), "behavior_logprobs": x.ref_logprobs, "ref_logprobs": None}
+    wide = ProximalInput(**fields, proximal_logprobs=x.behavior_logprobs)
+    expected = GRADIENTS["expected"]["ppo_tis2"]
+    value, grad = value_and_grad(wide, make_config(name="ppo_tis", params={"cap": 2.0}))
+    assert value == pytest.approx(expected["value"], abs=1e-6)
+    torch.testing.assert_close(grad, torch.tensor(expected["grad_new"], dtype=torch.float64), rtol=0, atol=1e-6)
+    run(wide, make_config())  # and the built-in loss does not mind the field
+
+
+def test_an_own_loss_can_be_named_by_its_path() -> None:
+    by_path = make_config(name="forge.losses:ppo_clip")
+    by_path.validate()
+    assert torch.equal(run(forward_input(), by_path).loss, run(forward_input(), make_config()).loss)
+
+
+def test_a_loss_that_is_not_one_value_per_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LOSSES, "scalar", lambda x, cfg: (x.policy_logprobs.sum(), {}))
+    with pytest.raises(SchemaError, match=r"loss scalar returned shape \[\]"):
+        run(forward_input(), make_config(name="scalar"))
+
+
+# Clipping
+
+
+@pytest.mark.parametrize(
+    "advantage, log_ratio, value, slope",
+    [
+        (1.0, 0.10, -math.exp(0.10), -math.exp(0.10)),  # inside
+        (1.0, 0.50, -1.28, 0.0),  # good and already likelier: stop
+        (1.0, -0.50, -math.exp(-0.50), -math.exp(-0.50)),  # good but less likely: go on
+        (-1.0, 0.10, math.exp(0.10), math.exp(0.10)),
+        (-1.0, 0.50, math.exp(0.50), math.exp(0.50)),  # bad and likelier: push down, not clipped
+        (-1.0, -0.50, 0.8, 0.0),  # bad and already less likely: stop
+    ],
+)
+def test_clipping_stops_a_move_that_went_far_enough_on_both_signs(
+    advantage: float, log_ratio: float, value: float, slope: float
+) -> None:
+    x = LossInput(
+        policy_logprobs=torch.tensor([[0.0, -1.0 + log_ratio]], dtype=torch.float64),
+        behavior_logprobs=torch.tensor([[0.0, -1.0]], dtype=torch.float64),
+        loss_mask=torch.tensor([[False, True]]),
+        advantages=torch.tensor([advantage], dtype=torch.float64),
+    )
+    loss, grad = value_and_grad(x, make_config())
+    assert (loss, float(grad[0, 1])) == pytest.approx((value, slope), abs=1e-12)
+    clipped = metric_means(run(x, make_config()).metrics)["ratio/clip_fraction"]
+    assert clipped == (1.0 if slope == 0.0 else 0.0)
+
+
+def test_dual_clip_bounds_only_tokens_with_negative_advantage() -> None:
+    x = LossInput(
+        policy_logprobs=torch.full((2, 2), -1.0, dtype=torch.float64),
+        behavior_logprobs=torch.full((2, 2), -4.0, dtype=torch.float64),
+        loss_mask=torch.tensor([[False, True]] * 2),
+        advantages=torch.tensor([-1.0, 1.0], dtype=torch.float64),
+    )
+    loss, grad = value_and_grad(x, make_config(dual_clip=3.0))
+    assert loss == pytest.approx((3.0 - 1.28) / 2)
+    assert grad.abs().max() == 0.0
+    assert value_and_grad(x, make_config())[0] == pytest.approx((math.exp(3.0) - 1.28) / 2)
+
+
+def test_a_far_off_token_gives_finite_numbers() -> None:
+    x = replace(forward_input(), behavior_logprobs=torch.full((6, 5), -2000.0, dtype=torch.float64))
+    for cfg in (make_config(), make_config(kl_weight=1.0)):
+        value, grad = value_and_grad(replace(x, ref_logprobs=x.behavior_logprobs), cfg)
+        assert math.isfinite(value)
+        assert bool(grad.isfinite().all())
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_at_lag_zero_the_ratio_is_one_and_the_gradient_is_that_of_reinforce(aggregation: str) -> None:
+    x = random_input()
+    x = replace(x, behavior_logprobs=x.policy_logprobs)
+    reinforce = make_config(aggregation, name="reinforce")
+    cfg = make_config(aggregation)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(LOSSES, "reinforce", lambda x, cfg: (-x.advantages * x.policy_logprobs, {}))
+        torch.testing.assert_close(value_and_grad(x, cfg)[1], value_and_grad(x, reinforce)[1])
+    means = metric_means(run(x, cfg).metrics)
+    assert means["ratio/mean"] == pytest.approx(1.0)
+    assert means["ratio/clip_fraction"] == 0.0
+    assert means["extra/kl_behavior"] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_two_versions_apart_clipping_engages() -> None:
+    assert metric_means(run(random_input(), make_config()).metrics)["ratio/clip_fraction"] > 0.1
+
+
+# One gradient, however the step is cut
+
+CUTS = {
+    "four micro-batches of two": [[0, 1], [2, 3], [4, 5], [6, 7]],
+    "uneven micro-batches, one of them empty": [[1], [0, 2, 3, 5], [4, 6], [7]],
+    "two ranks": [[0, 2, 5, 7], [1, 3, 4, 6]],
+    "two ranks with two micro-batches each": [[0, 7], [2, 5], [1], [3, 4, 6]],
+    "one episode at a time": [[i] for i in range(8)],
+}
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
+@pytest.mark.parametrize("kl_weight", [0.0, 0.3])
+def test_the_gradient_and_the_metrics_do_not_change_with_the_cut(
+    aggregation: str, cut: list[list[int]], kl_weight: float
+) -> None:
+    """A step adds local denominators (all-reduce), then gradients; the parameter here is shared."""
+    x = random_input()
+    cfg = make_config(aggregation, kl_weight=kl_weight)
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+
+    def grad_of(parts: list[list[int]]) -> tuple[Tensor, float, dict[str, float]]:
+        total = torch.stack([denominator(x.loss_mask[p], aggregation) for p in parts]).sum()
+        grad, loss, metrics = torch.zeros((), dtype=torch.float64), 0.0, []
+        for part in parts:
+            piece = rows_of(x, part)
+            out = compute_loss(replace(piece, policy_logprobs=piece.policy_logprobs * scale), cfg, total)
+            grad = grad + torch.autograd.grad(out.loss, scale)[0]
+            loss += out.loss.item()
+            metrics.append(out.metrics)
+        return grad, loss, metric_means(add_metrics(metrics))
+
+    whole, pieces = grad_of([list(range(8))]), grad_of(cut)
+    torch.testing.assert_close(pieces[0], whole[0], rtol=1e-12, atol=0)
+    assert pieces[1] == pytest.approx(whole[1], rel=1e-12)
+    assert pieces[2] == pytest.approx(whole[2], rel=1e-12)
+
+
+def test_ragged_micro_batches_weigh_tokens_not_micro_batches() -> None:
+    """Ten tokens of loss 1 and a thousand of 0.1: a mean of local means would say 0.55."""
+    mask = torch.zeros((2, 1001), dtype=torch.bool)
+    mask[0, 1:11] = True
+    mask[1, 1:] = True
+    same = torch.full((2, 1001), -1.0, dtype=torch.float64)
+    x = LossInput(
+        policy_logprobs=same,
+        behavior_logprobs=same,
+        loss_mask=mask,
+        advantages=torch.tensor([-1.0, -0.1], dtype=torch.float64),
+    )
+    total = denominator(mask, "token_mean")
+    loss = sum(float(compute_loss(rows_of(x, [i]), make_config(), total).loss) for i in range(2))
+    assert loss == pytest.approx(110 / 1010)
+
+
+def test_sequences_without_a_policy_token_do_not_count() -> None:
+    mask = torch.tensor([[False, True, True], [False, False, False]])
+    assert int(denominator(mask, "token_mean")) == 2
+    assert [int(denominator(mask, a)) for a in AGGREGATIONS[1:]] == [1, 1, 1]
+
+
+# Padding and masks
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf"), 1e30])
+def test_poisoned_padding_changes_neither_loss_nor_gradient_nor_metrics(aggregation: str, poison: float) -> None:
+    x = replace(random_input(), entropy=torch.rand((8, 50), dtype=torch.float64))
+    cfg = make_config(aggregation, kl_weight=0.3, dual_clip=3.0)
+
+    def poisoned(value: Tensor) -> Tensor:
+        return torch.where(x.loss_mask, value, poison)
+
+    bad = {k: poisoned(v) for k, v in vars(x).items() if k.endswith("logprobs") or k == "entropy"}
+    bad["advantages"] = torch.where(x.loss_mask.any(1), x.advantages, poison)
+    dirty = replace(x, **bad)
+    value, grad = value_and_grad(x, cfg)
+    dirty_value, dirty_grad = value_and_grad(dirty, cfg)
+    assert value == dirty_value
+    assert torch.equal(grad, dirty_grad)
+    assert bool((dirty_grad[~x.loss_mask] == 0).all())
+    assert metric_means(run(dirty, cfg).metrics) == metric_means(run(x, cfg).metrics)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_more_padding_changes_nothing(aggregation: str) -> None:
+    x = random_input()
+    wide = {k: torch.nn.functional.pad(v, (0, 9), value=0) for k, v in vars(x).items() if v is not None and v.dim() == 2}
+    cfg = make_config(aggregation, kl_weight=0.3)
+    value, grad = value_and_grad(x, cfg)
+    wide_value, wide_grad = value_and_grad(replace(x, **wide), cfg)
+    assert wide_value == pytest.approx(value, rel=1e-12)
+    torch.testing.assert_close(wide_grad[:, :50], grad)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("total", [0, 7])
+def test_a_micro_batch_with_nothing_to_train_gives_zero_and_stays_in_the_graph(aggregation: str, total: int) -> None:
+    x = random_input()
+    nan = torch.full_like(x.policy_logprobs, float("nan"))
+    x = replace(x, loss_mask=torch.zeros_like(x.loss_mask), policy_logprobs=nan, behavior_logprobs=nan)
+    weight = torch.ones((), dtype=torch.float64, requires_grad=True)
+    logprobs = torch.zeros_like(nan) * weight
+    out = compute_loss(replace(x, policy_logprobs=logprobs), make_config(aggregation, kl_weight=0.5), total)
+    assert out.loss.item() == 0.0
+    out.loss.backward()
+    assert weight.grad is not None
+    assert float(weight.grad) == 0.0
+    assert math.isnan(metric_means(out.metrics)["ratio/mean"])
+
+
+def test_an_advantage_per_token_is_as_good_as_one_per_episode() -> None:
+    x = random_input()
+    per_token = replace(x, advantages=x.advantages[:, None].expand(8, 50))
+    assert torch.equal(run(per_token, make_config()).loss, run(x, make_config()).loss)
+
+
+def test_bfloat16_logprobs_are_computed_in_float32() -> None:
+    x = random_input()
+    out = run(replace(x, policy_logprobs=x.policy_logprobs.bfloat16(), behavior_logprobs=x.behavior_logprobs.bfloat16(),
+                      advantages=x.advantages.bfloat16()), make_config())
+    assert out.loss.dtype == torch.float32
+
+
+# Metrics
+
+
+def test_metrics_are_means_over_policy_tokens() -> None:
+    x = replace(random_input(), entropy=torch.rand((8, 50), dtype=torch.float64))
+    assert x.ref_logprobs is not None
+    assert x.entropy is not None
+    cfg = make_config(kl_weight=0.3)
+    out = run(x, cfg)
+    means, m = metric_means(out.metrics), x.loss_mask
+    assert means["ratio/mean"] == pytest.approx(float((x.policy_logprobs - x.behavior_logprobs)[m].exp().mean()))
+    assert means["extra/entropy"] == pytest.approx(float(x.entropy[m].mean()))
+    assert float(out.loss) == pytest.approx(means["loss/policy"] + 0.3 * means["loss/kl"])
+    assert int(out.metrics["ratio/mean"][1]) == int(m.sum())
+    assert not any(v.requires_grad for v in out.metrics.values())
+
+
+def test_without_exact_entropy_the_metric_says_that_it_is_approximate() -> None:
+    x = random_input()
+    means = metric_means(run(x, make_config()).metrics)
+    assert means["extra/entropy_approx"] == pytest.approx(-float(x.policy_logprobs[x.loss_mask].mean()))
+    assert "loss/kl" not in means
+
+
+# What a user gets wrong
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        ({"name": "ppo"}, r"loss\.name is 'ppo', which is not registered; use one of ppo_clip, or module:function"),
+        ({"name": "nowhere:loss"}, r"loss\.name is 'nowhere:loss', which cannot be imported .*No module named"),
+        ({"name": "forge.losses:nothing"}, "cannot be imported"),
+        ({"name": "forge.losses:KL_LIMIT"}, "is a float, not a function"),
+        ({"clip_low": 1.5}, r"loss\.clip_low must be in \[0, 1\], got 1\.5"),
+        ({"clip_high": -0.1}, r"loss\.clip_high must be >= 0, got -0\.1"),
+        ({"dual_clip": 0.5}, r"loss\.dual_clip must be > 1, or none, got 0\.5"),
+        ({"kl_weight": -1.0}, r"loss\.kl_weight must be >= 0, got -1\.0"),
+        ({"kl_estimator": "k4"}, r"loss\.kl_estimator must be k1, k2 or k3, got k4"),
+        ({"aggregation": "mean"}, r"loss\.aggregation must be in .*token_mean.*, got mean"),
+        ({"aggregation": "seq_mean_token_sum_norm"}, r"loss\.norm_length must be >= 1 with seq_mean_token_sum_norm"),
+    ],
+)
+def test_a_config_that_cannot_work_is_refused_by_name(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        LossConfig(**changes).validate()
+
+
+def test_the_defaults_are_valid() -> None:
+    LossConfig().validate()
+
+
+def test_a_kl_weight_without_reference_logprobs_is_an_error() -> None:
+    with pytest.raises(SchemaError, match=r"ref_logprobs is missing; loss\.kl_weight is 0\.1"):
+        run(replace(random_input(), ref_logprobs=None), make_config(kl_weight=0.1))
+
+
+@pytest.mark.parametrize(
+    "name, shape", [("behavior_logprobs", (8, 1)), ("advantages", (8, 1)), ("policy_logprobs", (1, 50))]
+)
+def test_a_shape_that_would_broadcast_silently_is_refused(name: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(SchemaError, match=name):
+        run(replace(random_input(), **{name: torch.zeros(shape)}), make_config())
+
+
+def test_a_mask_of_numbers_is_refused() -> None:
+    x = random_input()
+    with pytest.raises(SchemaError, match=r"loss_mask is torch\.int64 \[8, 50\], expected bool"):
+        run(replace(x, loss_mask=x.loss_mask.long()), make_config())

@@ -1,0 +1,1 @@
+"""New weights from the trainer to generators that are generating."""

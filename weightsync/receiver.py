@@ -1,0 +1,157 @@
+"""The generator's side, inside vLLM's worker: stage a version beside the live one, then flip by reference.
+
+The worker holds a second, shadow instance of the model. A thread loads the published weights into it (vLLM's
+own loader fuses q/k/v and gate/up and repacks for the CPU kernels) while decoding goes on. The flip exchanges
+the parameters of the two instances between two forward passes; what was live becomes the next shadow, so a
+version that failed half-way never touched the live weights.
+
+Touches vLLM internals, on purpose and here alone: `tests/weightsync/test_vllm_canary.py` fails when they move.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from forge.segment import Segment, SegmentRef
+from weightsync.plan import Layout, view
+
+# Besides `_parameters`, what vLLM's CPU linear layers keep of a weight: the packed copy's closure.
+_PACKED_ATTRIBUTES = ("cpu_linear",)
+
+
+class WeightReceiver:
+    """vLLM worker extension (`worker_extension_cls`); every method is called by `collective_rpc`.
+
+    Arguments and results are msgpack-plain: text, numbers, lists, dicts.
+    """
+
+    # Given by vLLM's worker, which this class is mixed into.
+    vllm_config: Any
+    model_runner: Any
+
+    def forge_start(self) -> None:
+        """Builds the shadow model and ties this process's life to the actor's."""
+        threading.Thread(target=_exit_with, args=(os.getppid(),), daemon=True).start()
+        self._forge_shadow, self._forge_config = self._forge_build_shadow()
+        self._forge_stage: dict[str, Any] = {"state": "idle", "version": -1, "error": "", "stage_s": 0.0}
+
+    def forge_connect(self, layout: list[list[Any]], segments: list[dict[str, Any]]) -> None:
+        """Maps the publisher's segments; checks once that its names cover this model."""
+        self._forge_layout = Layout.from_plain(layout)
+        self._forge_segments = [Segment.attach(SegmentRef(**s)) for s in segments]
+
+    def forge_stage(self, version: int, buffer: int) -> None:
+        """Starts loading `version` from segment `buffer` into the shadow; returns at once."""
+        self._forge_stage = {"state": "staging", "version": version, "error": "", "stage_s": 0.0}
+        threading.Thread(target=self._forge_load, args=(version, buffer), daemon=True).start()
+
+    def forge_staged(self) -> dict[str, Any]:
+        """`state` is "staging", "ready" or "failed" (with `error`)."""
+        return dict(self._forge_stage)
+
+    def forge_flip(self, version: int) -> float:
+        """Makes the staged `version` live; returns the seconds it took. Runs between two forward passes."""
+        begin = time.perf_counter()
+        stage = self._forge_stage
+        if stage["state"] != "ready" or stage["version"] != version:
+            raise RuntimeError(f"version {version} is not staged: {stage}")
+        pairs = zip(
+            self.model_runner.model.named_modules(), self._forge_shadow.named_modules(), strict=True
+        )
+        for (name, live), (shadow_name, shadow) in pairs:
+            assert name == shadow_name and type(live) is type(shadow), (name, shadow_name)
+            live._parameters, shadow._parameters = shadow._parameters, live._parameters
+            for attribute in _PACKED_ATTRIBUTES:
+                if attribute in live.__dict__:
+                    ours, theirs = live.__dict__[attribute], shadow.__dict__[attribute]
+                    live.__dict__[attribute], shadow.__dict__[attribute] = theirs, ours
+        self._forge_stage = {"state": "idle", "version": version, "error": "", "stage_s": 0.0}
+        pause_s = time.perf_counter() - begin
+        # The version label travels in the next message. Giving up the GIL lets the engine's input thread queue
+        # it before this call returns, so that no decode step runs between the flip and its label.
+        time.sleep(0.002)
+        return pause_s
+
+    def _forge_build_shadow(self) -> tuple[torch.nn.Module, Any]:
+        import vllm.model_executor.layers.rotary_embedding as rotary
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader import get_model_loader
+
+        config = copy.copy(self.vllm_config)
+        config.compilation_config = copy.copy(config.compilation_config)
+        # Attention layers register by name here; a second model needs its own register.
+        config.compilation_config.static_forward_context = {}
+        # Rotary modules are cached globally. Sharing one would move it to the meta device under the live model.
+        cached = dict(rotary._ROPE_DICT)
+        rotary._ROPE_DICT.clear()
+        try:
+            with set_current_vllm_config(config):
+                loader = get_model_loader(config.load_config)
+                shadow = loader.load_model(vllm_config=config, model_config=config.model_config)
+        finally:
+            rotary._ROPE_DICT.clear()
+            rotary._ROPE_DICT.update(cached)
+        return shadow, config
+
+    def _forge_load(self, version: int, buffer: int) -> None:
+        begin = time.perf_counter()
+        try:
+            loaded = self._forge_load_shadow(self._forge_segments[buffer].buffer)
+            self._forge_check(loaded)
+            state = {"state": "ready", "version": version, "error": ""}
+        except BaseException:
+            state = {"state": "failed", "version": version, "error": traceback.format_exc()}
+        self._forge_stage = {**state, "stage_s": time.perf_counter() - begin}
+
+    def _forge_load_shadow(self, buffer: torch.Tensor) -> set[str]:
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+        from vllm.model_executor.model_loader.reload import (
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
+
+        shadow = self._forge_shadow
+        with set_current_vllm_config(self._forge_config), torch.no_grad():
+            initialize_layerwise_reload(shadow)
+            try:
+                loaded = shadow.load_weights(self._forge_weights(buffer))
+            finally:
+                # Whatever happened, the shadow ends as a complete model and can be loaded again.
+                finalize_layerwise_reload(shadow, self._forge_config.model_config)
+            for module in shadow.modules():
+                # A tied head takes its weight from the embedding and is skipped by the reload: its packed
+                # copy would stay the old one.
+                if isinstance(module, ParallelLMHead):
+                    module.quant_method.process_weights_after_loading(module)
+        return loaded
+
+    def _forge_weights(self, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        for entry in self._forge_layout.entries:
+            yield entry.name, view(buffer, entry)
+
+    def _forge_check(self, loaded: set[str]) -> None:
+        """A partial update is accepted by vLLM in silence; here it is an error that lists the names."""
+        tied = self._forge_config.model_config.hf_config.tie_word_embeddings
+        wanted = {name for name, _ in self._forge_shadow.named_parameters()}
+        missing = sorted(n for n in wanted - loaded if not (tied and n.startswith("lm_head.")))
+        if missing:
+            raise ValueError(
+                f"{len(missing)} of {len(wanted)} parameters got no weights: {', '.join(missing[:8])}; "
+                "the trainer must publish every parameter of the model"
+            )
+
+
+def _exit_with(parent: int) -> None:
+    """Ends this process when the actor that started the engine is gone; vLLM itself would live on."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
