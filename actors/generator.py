@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ from monarch.actor import Actor, concurrent_endpoint, endpoint
 
 from actors.vllm_engine import Completion, EngineConfig, Sampling, VllmEngine
 from forge.errors import ConfigError
+from forge.memory import peak_rss_bytes
+from forge.mesh import within
 from weightsync.publisher import Endpoint
 from weightsync.sync import ApplyResult
 
@@ -110,12 +111,12 @@ class Generator:
 
     async def setup(self, warm_up: Sequence[int] = ()) -> None:
         """Starts the engine; a first request on `warm_up` pays for what the engine compiles lazily."""
-        async with asyncio.timeout(self._config.start_timeout_s):
-            await self._engine.start()
-            if warm_up:
-                await self._engine.generate(
-                    warm_up, self._config.sampling, max_tokens=2, seed=0, stop_ids=self._stop_ids
-                )
+        await within(self._config.start_timeout_s, "the vLLM engine to start", self._engine.start())
+        if warm_up:
+            warm = self._engine.generate(
+                warm_up, self._config.sampling, max_tokens=2, seed=0, stop_ids=self._stop_ids
+            )
+            await within(self._config.start_timeout_s, "the engine's first request", warm)
 
     async def generate(
         self,
@@ -133,24 +134,24 @@ class Generator:
         ids = self._request_ids[name] = [f"{name}/{i}" for i in range(len(prompts))]
         self._enter()
         try:
-            async with asyncio.timeout(self._config.request_timeout_s), asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(
-                        self._engine.generate(
-                            prompt,
-                            self._config.sampling,
-                            max_tokens=limit,
-                            seed=seed,
-                            stop_ids=self._stop_ids,
-                            request_id=id,
-                        )
-                    )
-                    for prompt, seed, id in zip(prompts, seeds, ids, strict=True)
-                ]
+            requests = [
+                self._engine.generate(
+                    prompt,
+                    self._config.sampling,
+                    max_tokens=limit,
+                    seed=seed,
+                    stop_ids=self._stop_ids,
+                    request_id=id,
+                )
+                for prompt, seed, id in zip(prompts, seeds, ids, strict=True)
+            ]
+            # Leaving the wait early, by deadline or by cancellation, cancels and so aborts what still runs.
+            completions = await within(
+                self._config.request_timeout_s, f"{len(prompts)} completions of {name}", asyncio.gather(*requests)
+            )
         finally:
             del self._request_ids[name]
             self._leave()
-        completions = [task.result() for task in tasks]
         self._num_tokens += sum(len(c.token_ids) for c in completions)
         return completions
 
@@ -168,10 +169,7 @@ class Generator:
 
     def stats(self) -> GeneratorStats:
         busy = self._busy_s + (time.perf_counter() - self._busy_since if self._running else 0.0)
-        peak = sum(
-            resource.getrusage(who).ru_maxrss * 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-        )
-        return GeneratorStats(self._num_tokens, busy, peak)
+        return GeneratorStats(self._num_tokens, busy, peak_rss_bytes())
 
     def shutdown(self) -> None:
         self._engine.shutdown()

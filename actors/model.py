@@ -69,7 +69,9 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
 def load_hf(model: str | Path, dtype: torch.dtype, device: str = "cpu") -> Any:
     """Loads a causal LM from a folder or the hub. Raises ConfigError naming the model when that fails."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     try:
         hf = AutoModelForCausalLM.from_pretrained(str(model), dtype=dtype)
     except (OSError, ValueError) as error:
@@ -107,3 +109,4 @@ def shard(policy: Policy, mesh: Any, compute_dtype: torch.dtype) -> None:
     for module in [*units, policy]:
         fully_shard(module, mesh=mesh, mp_policy=precision)
         module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from tensordict import TensorDict
@@ -18,6 +18,7 @@ from actors.vllm_engine import Completion
 from forge.advantages import advantages
 from forge.batch import make_group
 from forge.data import Prompt
+from forge.run_folder import EpisodeRecord
 
 
 class Generates(Protocol):
@@ -47,6 +48,17 @@ class Rollout:
     group: TensorDict
     samples: list[Sample]
     scores: Scores
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens of all episodes."""
+        return sum(sample.num_tokens for sample in self.samples)
+
+    def records(self) -> list[EpisodeRecord]:
+        """The episodes in text, as `episodes.jsonl` holds them."""
+        versions = [sorted(set(row[row >= 0].tolist())) for row in self.group["token_versions"]]
+        rows = zip(self.samples, self.scores.total, versions, strict=True)
+        return [EpisodeRecord(s.prompt, s.completion, reward, own) for s, reward, own in rows]
 
 
 async def rollout_group(
@@ -99,25 +111,3 @@ def _sample(prompt: Prompt, completion: Completion, decode: Callable[[Sequence[i
         num_tokens=len(completion.token_ids),
         finished=completion.finish_reason == "stop",
     )
-
-
-def episode_rows(rollout: Rollout, count: int) -> list[dict[str, Any]]:
-    """The first `count` episodes as plain rows for `episodes.jsonl`."""
-    versions = rollout.group["token_versions"]
-    rows = []
-    for g, sample in enumerate(rollout.samples[:count]):
-        own = versions[g][versions[g] >= 0]
-        rows.append(
-            {
-                "group_id": int(rollout.group["group_id"][g]),
-                "policy_versions": sorted(set(own.tolist())),
-                "prompt": sample.prompt,
-                "completion": sample.completion,
-                "answer": sample.answer,
-                "reward": rollout.scores.total[g],
-                "reward_parts": {name: part[g] for name, part in rollout.scores.parts.items()},
-                "num_tokens": sample.num_tokens,
-                "finished": sample.finished,
-            }
-        )
-    return rows

@@ -8,23 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import math
-import resource
+import os
+import shutil
+import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from monarch.actor import Actor, endpoint
+from monarch.actor import Actor, context, endpoint
 from tensordict import TensorDict
 
 from actors.model import Policy, freeze_except, load_hf, shard
 from actors.packing import MicroBatch, empty_micro_batch, micro_batches
 from forge import channel
 from forge.errors import ConfigError
+from forge.launch import NODE_IP_ENV
 from forge.losses import LossConfig, LossInput, Metrics, add_metrics, compute_loss, denominator, metric_means
+from forge.memory import peak_rss_bytes
+from forge.mesh import within
 from weightsync.publisher import Endpoint, Publisher
 
 
@@ -87,10 +92,10 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One completed step. `metrics` holds the trainer's share of a row of metrics.jsonl."""
+    """One completed step of one rank. `metrics` holds the trainer's share of a row of metrics.jsonl."""
 
     policy_version: int
-    metrics: dict[str, float]
+    metrics: dict[str, float | None]
     step_s: float
     peak_rss_bytes: int
 
@@ -148,9 +153,8 @@ class Trainer:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.policy_version += 1
-        metrics = {**totals, "grad_norm": norm_value, "extra/lr": self._config.lr * scale}
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return StepResult(self.policy_version, metrics, time.perf_counter() - begin, peak)
+        metrics = {"loss/kl": None, **totals, "grad_norm": norm_value, "extra/lr": self._config.lr * scale}
+        return StepResult(self.policy_version, metrics, time.perf_counter() - begin, peak_rss_bytes())
 
     def _accumulate(self, batch: TensorDict) -> dict[str, float]:
         """Forward and backward over all micro-batches; returns the step's global metrics."""
@@ -246,8 +250,6 @@ class Trainer:
 
 
 def _write_checkpoint(hf: Any, state: dict[str, Any], folder: Path, tokenizer_from: str, dtype: torch.dtype) -> None:
-    import shutil
-
     from transformers import AutoTokenizer
 
     partial = folder.with_name(folder.name + ".partial")
@@ -273,6 +275,8 @@ class TrainerActor(Actor):
     def __init__(self, config: TrainerConfig, loss: LossConfig, spec: ModelSpec, *, world: int, seed: int) -> None:
         self._arguments = (config, loss, spec)
         self._world, self._seed = world, seed
+        # Not `current_rank()`, which is relative to the slice that a message went to.
+        self._rank = context().actor_instance.rank.rank
         self._trainer: Trainer | None = None
 
     @property
@@ -281,20 +285,24 @@ class TrainerActor(Actor):
         return self._trainer
 
     @endpoint
-    async def setup(self) -> None:
-        self._trainer = await asyncio.to_thread(self._build)
+    async def rendezvous(self) -> str:
+        """Where the ranks meet: an address of this rank's node, with a free port."""
+        ip = os.environ.get(NODE_IP_ENV, "127.0.0.1")
+        with socket.socket() as probe:
+            probe.bind((ip, 0))
+            return f"tcp://{ip}:{probe.getsockname()[1]}"
 
-    def _build(self) -> Trainer:
-        import os
+    @endpoint
+    async def setup(self, address: str) -> None:
+        self._trainer = await asyncio.to_thread(self._build, address)
 
-        device = self._arguments[2].device
-        rank = 0
+    def _build(self, address: str) -> Trainer:
+        spec = self._arguments[2]
         if self._world > 1:
-            # Monarch's bootstrap of torch.distributed has set these for this mesh.
-            dist.init_process_group("nccl" if device == "cuda" else "gloo")
-            rank = dist.get_rank()
+            backend = "nccl" if spec.device == "cuda" else "gloo"
+            dist.init_process_group(backend, init_method=address, rank=self._rank, world_size=self._world)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        return Trainer(*self._arguments, rank=rank, world=self._world, seed=self._seed)
+        return Trainer(*self._arguments, rank=self._rank, world=self._world, seed=self._seed)
 
     @endpoint
     async def step(self, shards: Sequence[Any]) -> StepResult:
@@ -337,15 +345,18 @@ class TrainerMesh:
         self.world = world
 
     async def setup(self) -> None:
+        """Loads the model on every rank; the ranks of one mesh form one process group."""
+        address = ""
         if self.world > 1:
-            from monarch.spmd import setup_torch_elastic_env
-
-            await asyncio.to_thread(lambda: setup_torch_elastic_env(self._mesh).get())
-        await self._mesh.setup.call()
+            (_, address), *_ = await self._mesh.rendezvous.call()
+        call = self._mesh.setup.call(address)
+        await within(self._config.start_timeout_s, "the trainer to load the model", call)
 
     async def step(self, shards: Sequence[Any]) -> StepResult:
-        results = [result for _, result in await self._mesh.step.call(shards)]
-        return max(results, key=lambda r: r.peak_rss_bytes)
+        """One step of all ranks; `shards[rank]` is a channel handle. Metrics are global, memory is the ranks' sum."""
+        call = self._mesh.step.call(shards)
+        results = [result for _, result in await within(self._config.step_timeout_s, "an optimizer step", call)]
+        return replace(results[0], peak_rss_bytes=sum(r.peak_rss_bytes for r in results))
 
     async def endpoint(self) -> Endpoint:
         results = [result for _, result in await self._mesh.connect.call(self._publish_dtype)]
@@ -355,4 +366,5 @@ class TrainerMesh:
         return max(seconds for _, seconds in await self._mesh.snapshot.call(buffer))
 
     async def save(self, folder: str, tokenizer_from: str) -> None:
-        await self._mesh.save.call(folder, tokenizer_from)
+        call = self._mesh.save.call(folder, tokenizer_from)
+        await within(self._config.step_timeout_s, f"the checkpoint {folder} to be written", call)

@@ -75,6 +75,9 @@ class VllmEngine:
         c = self._config
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        if c.tensor_parallel == 1:
+            # Without it vLLM forks the worker off the engine process on CPUs: one hop more for every step.
+            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -90,6 +93,7 @@ class VllmEngine:
             logprobs_mode="processed_logprobs",
             skip_tokenizer_init=True,
             disable_log_stats=True,
+            use_tqdm_on_load=False,
             async_scheduling=False,  # a step in flight during a flip would carry the wrong version
             worker_extension_cls="weightsync.receiver.WeightReceiver",
             **c.extra,
@@ -131,6 +135,7 @@ class VllmEngine:
             seed=seed,
             logprobs=0,
             stop_token_ids=list(stop_ids),
+            ignore_eos=True,  # what ends a completion is said by stop_ids alone
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -147,8 +152,13 @@ class VllmEngine:
         await self._engine.abort(list(request_ids))
 
     async def connect(self, endpoint: Endpoint) -> None:
+        """Tells the worker where versions come from. Raises WeightSyncError listing names that do not pair up."""
         segments = [asdict(ref) for ref in endpoint.segments]
-        await self._engine.collective_rpc("forge_connect", args=(endpoint.layout.plain(), segments))
+        for problem in await self._engine.collective_rpc(
+            "forge_connect", args=(endpoint.layout.plain(), segments)
+        ):
+            if problem:
+                raise WeightSyncError(problem)
 
     async def stage(self, version: int, buffer: int) -> float:
         """Loads `version` beside the live weights while decoding goes on; returns its seconds.

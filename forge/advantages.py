@@ -57,7 +57,8 @@ def advantages(rewards: Tensor, kind: str, group_size: int) -> Tensor:
     if group_size < 1:
         raise ConfigError(f"group_size must be >= 1, got {group_size}")
     if rewards.dim() != 1 or rewards.shape[0] % group_size:
-        raise SchemaError(f"rewards has shape {list(rewards.shape)}, expected [N], N a multiple of {group_size}")
+        shape = list(rewards.shape)
+        raise SchemaError(f"rewards has shape {shape}, expected [N] with N a multiple of {group_size}")
     if not bool(rewards.isfinite().all()):
         index = int((~rewards.isfinite()).nonzero()[0, 0])
         raise SchemaError(f"rewards[{index}] is {rewards[index].item()}; a reward must be a finite number")

@@ -6,16 +6,16 @@ episode (prompt + completion), right-padded.
     key                shape    dtype    meaning
     tokens             [., T]   int64    prompt, then completion, then padding
     loss_mask          [., T]   bool     True where the policy itself produced the token
-    behavior_logprobs  [., T]   float32  log-prob of tokens[., t] under the distribution it was sampled from; 0 elsewhere
+    behavior_logprobs  [., T]   float32  log-prob under the distribution that was sampled from; 0 elsewhere
     token_versions     [., T]   int64    policy version that sampled tokens[., t]; -1 elsewhere
     lengths            [.]      int64    prompt + completion tokens
     rewards            [.]      float32  total reward of the episode
     advantages         [.]      float32  group advantage of the episode
     group_id           [.]      int64    the reservation that made the group; equal inside a group
-    ref_logprobs       [., T]   float32  optional: log-prob under the frozen reference; 0 where loss_mask is False
+    ref_logprobs       [., T]   float32  optional: log-prob under the frozen reference; 0 elsewhere
 
-`x_logprobs[b, t]` belongs to `tokens[b, t]`: position 0 can never be trained. Versions stay int64
-whatever else is cast (bfloat16 turns version 257 into 256).
+`x_logprobs[b, t]` belongs to `tokens[b, t]`: position 0 can never be trained. What stands outside
+`loss_mask` is never read. Versions stay int64 whatever else is cast (bfloat16 turns version 257 into 256).
 """
 
 from __future__ import annotations
@@ -40,7 +40,12 @@ EPISODE_KEYS: dict[str, torch.dtype] = {
     "group_id": torch.int64,
 }
 OPTIONAL_TOKEN_KEYS: dict[str, torch.dtype] = {"ref_logprobs": torch.float32}
-_PADDING = {"tokens": 0, "loss_mask": False, "behavior_logprobs": 0.0, "token_versions": -1, "ref_logprobs": 0.0}
+_PADDING: dict[str, float] = {
+    "loss_mask": False,
+    "behavior_logprobs": 0.0,
+    "token_versions": -1,
+    "ref_logprobs": 0.0,
+}
 
 
 def make_group(
@@ -55,10 +60,12 @@ def make_group(
     """One prompt and its G completions as a Group `[G]`, rewards and advantages zero.
 
     `logprobs[g]` and `versions[g]` run along `completions[g]`. Raises SchemaError when their
-    lengths differ or the prompt is empty.
+    lengths differ, the prompt is empty or there is no completion.
     """
     if not prompt:
         raise SchemaError("the prompt has 0 tokens; a completion needs at least one token before it")
+    if not completions:
+        raise SchemaError("the group has 0 completions; a group holds at least one episode")
     for name, rows in (("logprobs", logprobs), ("versions", versions)):
         if [len(r) for r in rows] != [len(c) for c in completions]:
             raise SchemaError(
@@ -99,42 +106,70 @@ def check_batch(td: TensorDict) -> None:
     """Raises SchemaError naming the first key that breaks the schema."""
     if len(td.batch_size) != 1:
         raise SchemaError(f"batch_size is {list(td.batch_size)}, expected one dimension [B]")
+    _check_layout(td)
+    mask, lengths, width = td["loss_mask"], td["lengths"], td["tokens"].shape[1]
+    if bool(mask[:, 0].any()):
+        raise SchemaError("loss_mask is set at position 0; the first token has no log-prob, start at 1")
+    if bool((lengths > width).any()) or bool((lengths < 1).any()):
+        raise SchemaError(f"lengths must lie in [1, {width}], got {lengths.tolist()}")
+    beyond = torch.arange(width, device=mask.device) >= lengths[:, None]
+    if bool((mask & beyond).any()):
+        raise SchemaError("loss_mask is set beyond lengths; padding is never trained")
+    if bool((td["token_versions"][mask] < 0).any()):
+        raise SchemaError("token_versions is negative under loss_mask; a sampled token carries its version")
+    for key in ("rewards", "advantages"):
+        _check_finite(key, td[key])
+    for key in ("behavior_logprobs", *OPTIONAL_TOKEN_KEYS):
+        if key in td:
+            _check_finite(f"{key} under loss_mask", td[key][mask])
+
+
+def _check_layout(td: TensorDict) -> None:
     for key, dtype in {**TOKEN_KEYS, **EPISODE_KEYS, **OPTIONAL_TOKEN_KEYS}.items():
-        if key not in td.keys():
+        if key not in td:
             if key in OPTIONAL_TOKEN_KEYS:
                 continue
             raise SchemaError(f"{key} is missing; a batch holds {sorted(TOKEN_KEYS | EPISODE_KEYS)}")
         value = td[key]
         if value.dtype != dtype:
-            raise SchemaError(f"{key} has dtype {value.dtype}, expected {dtype}; cast it before the hand-over")
-        wanted = td["tokens"].shape if key not in EPISODE_KEYS else td.batch_size
-        if value.shape != wanted:
-            raise SchemaError(f"{key} has shape {list(value.shape)}, expected {list(wanted)}")
-    if td["loss_mask"][:, 0].any():
-        raise SchemaError("loss_mask is set at position 0; the first token has no log-prob, start at 1")
-    width = td["tokens"].shape[1]
-    if bool((td["lengths"] > width).any()) or bool((td["lengths"] < 1).any()):
-        raise SchemaError(f"lengths must lie in [1, {width}], got {td['lengths'].tolist()}")
-    beyond = torch.arange(width) >= td["lengths"][:, None]
-    if bool((td["loss_mask"] & beyond).any()):
-        raise SchemaError("loss_mask is set beyond lengths; padding is never trained")
-    if bool((td["token_versions"][td["loss_mask"]] < 0).any()):
-        raise SchemaError("token_versions is negative under loss_mask; each sampled token carries its version")
+            raise SchemaError(f"{key} has dtype {value.dtype}, expected {dtype}; cast it before hand-over")
+        shape = list(value.shape)
+        if key == "tokens" and (len(shape) != 2 or shape[1] < 1):
+            raise SchemaError(f"tokens has shape {shape}, expected [B, T] with T >= 1")
+        wanted = list(td.batch_size if key in EPISODE_KEYS else td["tokens"].shape)
+        if shape != wanted:
+            raise SchemaError(f"{key} has shape {shape}, expected {wanted}")
+
+
+def _check_finite(name: str, values: torch.Tensor) -> None:
+    bad = values[~values.isfinite()]
+    if bad.numel():
+        raise SchemaError(f"{name} holds {bad[0].item()}; every number that is trained on must be finite")
 
 
 def collate(groups: Sequence[TensorDict], pad_id: int = 0) -> TensorDict:
-    """Groups `[G_i]` of any width to one Batch `[sum G_i, max T]`, right-padded."""
+    """Groups `[G_i]` of any width to one Batch `[sum G_i, max T]`, right-padded; a copy.
+
+    Takes the keys of the schema and no others. Raises SchemaError when there is no group, or when an
+    optional key is in some groups only.
+    """
     if not groups:
         raise SchemaError("collate got 0 groups; a batch needs at least one")
     width = max(int(g["lengths"].max()) for g in groups)
-    keys = [*TOKEN_KEYS, *(k for k in OPTIONAL_TOKEN_KEYS if all(k in g.keys() for g in groups))]
     out: dict[str, torch.Tensor] = {}
-    for key in keys:
+    for key in [*TOKEN_KEYS, *(k for k in OPTIONAL_TOKEN_KEYS if _in_all(groups, k))]:
         fill = pad_id if key == "tokens" else _PADDING[key]
         out[key] = torch.cat([_pad(g[key], width, fill) for g in groups])
     for key in EPISODE_KEYS:
         out[key] = torch.cat([g[key] for g in groups])
     return TensorDict(out, batch_size=[out["lengths"].shape[0]])
+
+
+def _in_all(groups: Sequence[TensorDict], key: str) -> bool:
+    count = sum(key in g for g in groups)
+    if 0 < count < len(groups):
+        raise SchemaError(f"{key} is in {count} of {len(groups)} groups; a batch has it in all or in none")
+    return count > 0
 
 
 def _pad(value: torch.Tensor, width: int, fill: float) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""What every actor process does before Monarch takes it over; the bootstrap command runs `python -m forge.child`.
+"""What every actor process does before Monarch takes it over; it is started as `python -m forge.child`.
 
-Light on purpose: it runs in each process before anything else, and processes that an actor starts (an inference
-engine's core, say) may import it for `die_with_parent` at no cost.
+Light on purpose: it runs before anything else, and processes that an actor starts (an inference engine's
+core, say) may import it for `die_with_parent` at no cost.
 """
 
 from __future__ import annotations
@@ -12,7 +12,16 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+from pathlib import Path
+
+_SCRATCH_ENV = "MESHFORGE_SCRATCH"
+
+
+def scratch_folder() -> Path:
+    """A folder for this process's sockets and the like, removed after its death; in debug mode /tmp."""
+    return Path(os.environ.get(_SCRATCH_ENV) or tempfile.gettempdir())
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -23,13 +32,12 @@ def die_with_parent(parent: int | None = None) -> None:
     parent: pid of the expected parent, where the caller knows it; a parent that has died already is noticed.
     """
     pid = os.getppid()
-    if parent is not None and pid != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
+        handle = -1
+    if handle < 0 or os.getppid() != pid or parent not in (None, pid):
         os.kill(os.getpid(), signal.SIGKILL)
-        raise
 
     def wait() -> None:
         poll = select.poll()
@@ -41,29 +49,42 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def guard_process_group() -> None:
-    """Let no process of this one's group outlive it, whatever code that process runs and however this one ends.
+    """Let nothing of this process outlive it, however it ends: no process of its group, no scratch folder.
 
-    A shell waits for the end of a pipe whose only writer is this process, then kills the group. Inference engines
-    start subprocesses which do not watch their parent; without this, SIGKILL of an actor would orphan them.
+    A shell waits for the end of a pipe whose only writer is this process, then kills the group and removes
+    the folder. Inference engines start subprocesses which do not watch their parent; without this, SIGKILL of
+    an actor would orphan them.
     """
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
+    folder = tempfile.mkdtemp(prefix="meshforge-")
+    os.environ[_SCRATCH_ENV] = folder
     reader, writer = os.pipe()
+    script = 'read -r _; kill -s KILL -- "-$1"; rm -rf -- "$2"'
     subprocess.Popen(
-        ["/bin/sh", "-c", f"read -r _; kill -KILL -- -{os.getpid()}"],
+        ["/bin/sh", "-c", script, "guard", str(os.getpid()), folder],
         stdin=reader,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
+        # Without the run's mark, by which the controller finds what it has to kill.
+        env={"PATH": os.environ.get("PATH", os.defpath)},
     )
     os.close(reader)
+
+    def forget() -> None:
+        nonlocal writer
+        if writer >= 0:
+            os.close(writer)
+            writer = -1
+
     # A process forked without exec would hold the pipe open and so outlive us.
-    os.register_at_fork(after_in_child=lambda: os.close(writer))
+    os.register_at_fork(after_in_child=forget)
 
 
 def main() -> None:
     """Guard this process, then run the module that Monarch's own bootstrap command names."""
-    # Ctrl-C belongs to the controller, which ends the actors in order; ignored signals stay ignored in subprocesses.
+    # Ctrl-C belongs to the controller, which ends the actors in order. Subprocesses inherit this.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     guard_process_group()
     flag, module = sys.argv[1:3]

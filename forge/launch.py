@@ -1,12 +1,14 @@
 """From a command line to Monarch hosts, and from a coroutine to an exit code.
 
-    python app.py                                                      one node
-    torchrun --nproc-per-node N app.py                                 one node with N device slots
-    torchrun --nnodes M --nproc-per-node N --rdzv-backend c10d --rdzv-endpoint HOST:PORT app.py     on each of M nodes
+    python app.py                                  one node
+    torchrun --nproc-per-node N app.py             one node with N device slots
+    torchrun --nnodes M --nproc-per-node N --rdzv-backend c10d --rdzv-endpoint HOST:PORT app.py
+                                                   on each of M nodes
 
-`bring_up()` turns local rank 0 of every node into a Monarch host; other local ranks exit 0 at once, since torchrun's
-process count only says how many device slots a node has. Global rank 0 is the controller, the only process that
-returns from `bring_up()`. `run()` drives the controller's coroutine, answers Ctrl-C and ends the process.
+`bring_up()` turns local rank 0 of every node into a Monarch host; other local ranks exit 0 at once, since
+torchrun's process count only says how many device slots a node has. Global rank 0 is the controller, the only
+process that returns from `bring_up()`. `run()` drives the controller's coroutine, answers Ctrl-C and ends the
+process.
 
 This module is the sole reader of RANK, WORLD_SIZE and the like. Links between nodes are neither encrypted nor
 authenticated (Monarch has no TLS): use a network that you trust.
@@ -14,7 +16,6 @@ authenticated (Monarch has no TLS): use a network that you trust.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -23,19 +24,24 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from forge.errors import ActorFailed, ConfigError, ForgeError, LaunchError
+from forge.controller import Controller, Stopping, exit_at_once, exit_on_signals
+from forge.errors import LaunchError
 
 if TYPE_CHECKING:
     from monarch.actor import HostMesh
 
-# Monarch reads these once. Polls every 10 s would leave a dead actor unnoticed for as long.
-_MONARCH_ENV = {"HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "500ms"}
+_MONARCH_ENV = {
+    # The default poll, every 10 s, would leave a dead actor unnoticed for as long.
+    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "500ms",
+    # A loaded machine may take longer than the default 30 s to start a process.
+    "HYPERACTOR_HOST_SPAWN_READY_TIMEOUT": "120s",
+    "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE": "120s",
+}
 # With several nodes: give up on a lost one after 20 s instead of 69 s.
 _MONARCH_NODES_ENV = {
     "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "20s",
@@ -47,7 +53,12 @@ _TORCHRUN_ENV = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"),
 )
+__all__ = ["NODE_IP_ENV", "RUN_ID_ENV", "Hosts", "Stopping", "bring_up", "kill_marked", "run"]
+
 RUN_ID_ENV = "MESHFORGE_RUN_ID"
+"""Marks the processes of a run: "<run id>/<mesh name>"."""
+NODE_IP_ENV = "MESHFORGE_NODE_IP"
+"""The address by which other nodes reach this one; set in every process of several nodes, yours first."""
 _SHUTDOWN_S = 10.0
 _STORE_PREFIX = "meshforge"
 
@@ -83,7 +94,7 @@ class Hosts:
     """The controller node's own host process, where there are several nodes."""
 
     def tear_down(self) -> None:
-        """End every process of the run; returns within about half a minute, whatever is broken. Call it last."""
+        """End every process of the run, within half a minute whatever is broken; Monarch is spent then."""
         from monarch.actor import shutdown_context
 
         if self.store is not None:
@@ -104,7 +115,7 @@ def _best_effort(step: Callable[[], object]) -> None:
 
 
 def kill_marked(run_id: str, *, name: str = "") -> int:
-    """SIGKILL the processes on this node that carry the mark of the run (and of the mesh `name`); their number."""
+    """SIGKILL this node's processes that carry the mark of the run (and of its mesh `name`); their number."""
     mark = f"{RUN_ID_ENV}={run_id}/{name}".encode()
     mark += b"\0" if name else b""
     killed = 0
@@ -120,20 +131,33 @@ def kill_marked(run_id: str, *, name: str = "") -> int:
     return killed
 
 
+def leave_spare_ranks() -> tuple[int | None, int]:
+    """(torchrun's --nproc-per-node or None under plain python, number of nodes); local ranks but 0 exit here.
+
+    Call it before anything is parsed or printed, so that a node says things once.
+    """
+    if "RANK" not in os.environ:
+        return None, 1
+    if os.environ["LOCAL_RANK"] != "0":
+        exit_at_once(0)
+    local_world = int(os.environ["LOCAL_WORLD_SIZE"])
+    return local_world, int(os.environ["WORLD_SIZE"]) // local_world
+
+
 def bring_up() -> Hosts:
     """Start or join the run's Monarch hosts; returns on the controller only.
 
-    Reads how it was launched from torchrun's variables and strips them, since `init_process_group` in an actor
-    would otherwise wait for torchrun's ranks. Raises LaunchError where the nodes cannot be joined.
+    torchrun's variables are stripped, since `init_process_group` in an actor would otherwise wait for the
+    ranks of torchrun. Raises LaunchError where the nodes cannot be joined.
     """
-    _stop_at_once_on_signals()
+    exit_on_signals()
     if "RANK" not in os.environ:
         return _one_node(None)
     rank, local_rank, world, local_world = (
         int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     )
     if local_rank != 0:
-        _exit(0)
+        exit_at_once(0)
     if world == local_world:
         _strip_torchrun_env()
         return _one_node(local_world)
@@ -149,12 +173,12 @@ def _one_node(slots: int | None) -> Hosts:
 
 def _several_nodes(node: int, num_nodes: int, slots: int) -> Hosts:
     """Exchange addresses through torchrun's store; the controller then attaches to every node."""
-    import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
 
     _configure_monarch(_MONARCH_ENV | _MONARCH_NODES_ENV)
     master = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    store, _, _ = next(dist.rendezvous("env://"))
-    ip = os.environ.get("MESHFORGE_NODE_IP") or _own_ip(*master)
+    store, _, _ = next(rendezvous("env://"))
+    ip = os.environ.setdefault(NODE_IP_ENV, _own_ip(*master))
     address = f"tcp://{ip}:{_free_port(ip)}"
     store.set(f"{_STORE_PREFIX}/host/{node}", address)
     _strip_torchrun_env()
@@ -169,7 +193,7 @@ def _several_nodes(node: int, num_nodes: int, slots: int) -> Hosts:
     try:
         mesh.initialized.get(timeout=60)
     except Exception as error:
-        raise LaunchError(f"the {num_nodes} nodes {addresses} could not be joined within 60 s: {error}") from error
+        raise LaunchError(f"the nodes at {addresses} could not be joined within 60 s: {error}") from error
     return Hosts(mesh, slots, num_nodes, store=store, local_worker=worker)
 
 
@@ -182,7 +206,7 @@ def _serve_node(store: Any, ip: str, address: str) -> NoReturn:
 
     enable_transport(f"tcp://{ip}:0")
     run_worker_loop_until_shutdown(address=address, ca="trust_all_connections")
-    _exit(0)
+    exit_at_once(0)
 
 
 def _watch_store(store: Any, period_s: float = 2.0, grace_s: float = 20.0) -> None:
@@ -192,7 +216,11 @@ def _watch_store(store: Any, period_s: float = 2.0, grace_s: float = 20.0) -> No
         try:
             done = store.check([f"{_STORE_PREFIX}/done"])
         except Exception as error:
-            print(f"the controller is gone ({type(error).__name__}); ending this node", file=sys.stderr, flush=True)
+            print(
+                f"the controller is gone ({type(error).__name__}), so is this node",
+                file=sys.stderr,
+                flush=True,
+            )
             os._exit(1)
         if done:
             time.sleep(grace_s)
@@ -202,9 +230,8 @@ def _watch_store(store: Any, period_s: float = 2.0, grace_s: float = 20.0) -> No
 def _start_host_worker(ip: str, address: str) -> subprocess.Popen[bytes]:
     """The controller node's own host; it ends when the pipe whose writer we keep is closed by our death."""
     reader, _writer = os.pipe()
-    worker = subprocess.Popen(
-        [sys.executable, "-c", _HOST_WORKER, ip, address, str(reader)], pass_fds=(reader,), start_new_session=True
-    )
+    command = [sys.executable, "-c", _HOST_WORKER, ip, address, str(reader)]
+    worker = subprocess.Popen(command, pass_fds=(reader,), start_new_session=True)
     os.close(reader)
     return worker
 
@@ -233,191 +260,20 @@ def _configure_monarch(env: dict[str, str]) -> None:
     for name, value in env.items():
         os.environ.setdefault(name, value)
     if "monarch._rust_bindings" in sys.modules:
-        # Monarch reads its environment at import, and an app's imports may well be sorted before ours. There is no
-        # public way to make it look again; tests/forge/test_mesh.py notices if this one moves.
+        # Monarch reads its environment at import, and an app's imports may well be sorted before ours. There
+        # is no public way to make it look again; tests/forge/test_mesh.py notices if this one moves.
         from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env
 
         reload_config_from_env()
 
 
-class Stopping(asyncio.Event):
-    """Set by the first Ctrl-C (or SIGTERM): finish the step, write the checkpoint, return."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.immediate = False
-        """True while the first Ctrl-C cancels the run at once."""
-
-    @contextlib.contextmanager
-    def at_once(self) -> Iterator[None]:
-        """Inside, the first Ctrl-C cancels the run: for start-up, where there is nothing yet worth saving."""
-        self.immediate = True
-        try:
-            yield
-        finally:
-            self.immediate = False
-
-
-Main = Callable[[Hosts, Stopping], Awaitable[object]]
-
-
-def run(main: Main, hosts: Hosts) -> NoReturn:
+def run(main: Callable[[Hosts, Stopping], Awaitable[object]], hosts: Hosts) -> NoReturn:
     """Run `main(hosts, stopping)` to its end, tear the run down and exit.
 
-    Exit codes: 0 the coroutine returned; 130 after Ctrl-C and 143 after SIGTERM, however it then ended; 2 for a
-    ConfigError; 1 for any other error, which is printed once. The first signal sets `stopping`, the second cancels
-    the coroutine, the third ends the process on the spot.
+    Exit codes: 0 the coroutine returned; 130 it ended because of Ctrl-C, 143 because of SIGTERM; 2 for a
+    ConfigError; 1 for any other error. An error is printed once. The first signal sets `stopping`, the second
+    cancels the coroutine, the third ends the process on the spot.
     """
-    code = _Run(main, hosts).drive()
+    code = Controller(lambda stopping: main(hosts, stopping)).drive()
     hosts.tear_down()
-    _exit(code)
-
-
-class _Run:
-    """One controller coroutine under signal handling."""
-
-    def __init__(self, main: Main, hosts: Hosts) -> None:
-        self._main = main
-        self._hosts = hosts
-        self._presses = 0
-        self._last_press_s = float("-inf")
-        self._signal: int | None = None
-        self._loop = asyncio.new_event_loop()
-
-    def drive(self) -> int:
-        """The exit code; errors have been printed."""
-        asyncio.set_event_loop(self._loop)
-        self._stopping = Stopping()
-        self._task = self._loop.create_task(self._call_main(), name="main")
-        # Handlers of the signal module run even while synchronous code holds the loop; the loop's own would not.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
-        try:
-            self._loop.run_until_complete(self._task)
-            code = 0
-        except (asyncio.CancelledError, KeyboardInterrupt):
-            code = 1 if self._signal is None else 0
-        except SystemExit as error:
-            code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        except BaseException as error:
-            code = print_failure(error)
-            return code
-        self._cancel_leftovers()
-        return code if self._signal is None else 128 + self._signal
-
-    async def _call_main(self) -> None:
-        await self._main(self._hosts, self._stopping)
-
-    def _on_signal(self, number: int, _frame: object) -> None:
-        now = time.monotonic()
-        # A terminal and torchrun's agent may both deliver one press.
-        if now - self._last_press_s < 0.3:
-            return
-        self._last_press_s = now
-        self._presses += 1
-        self._signal = self._signal or number
-        if self._presses >= 3 or self._task.done():
-            _exit(128 + self._signal)
-        self._loop.call_soon_threadsafe(self._on_press, self._presses)
-
-    def _on_press(self, presses: int) -> None:
-        immediate = presses > 1 or self._stopping.immediate
-        self._stopping.set()
-        if immediate:
-            print("\nstopping now", file=sys.stderr, flush=True)
-            self._task.cancel()
-        else:
-            print("\nstopping after this step; press Ctrl-C again to stop now", file=sys.stderr, flush=True)
-
-    def _cancel_leftovers(self, timeout_s: float = 2.0) -> None:
-        """Cancel what the coroutine left running. Executor threads are not waited for: the process exits anyway."""
-        leftovers = asyncio.all_tasks(self._loop)
-        for task in leftovers:
-            task.cancel()
-        if leftovers:
-            self._loop.run_until_complete(asyncio.wait(leftovers, timeout=timeout_s))
-
-
-def _stop_at_once_on_signals() -> None:
-    """Until `run` takes over, a signal ends the process; Monarch ends its children."""
-
-    def stop(number: int, _frame: object) -> None:
-        print("\nstopped before the run began", file=sys.stderr, flush=True)
-        _exit(128 + number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
-
-
-def _exit(code: int) -> NoReturn:
-    """Leave without interpreter finalisation, in which Monarch's runtime now and then aborts."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    os._exit(code)
-
-
-def print_failure(error: BaseException) -> int:
-    """Print the root cause of `error` once, and give the exit code."""
-    root = root_cause(error)
-    print(describe(root), file=sys.stderr, flush=True)
-    for other in _leaves(error):
-        if isinstance(other, ActorFailed) and other is not root:
-            print(f"at the same time: {str(other).splitlines()[0]}", file=sys.stderr, flush=True)
-    return 2 if isinstance(root, ConfigError) else 1
-
-
-def describe(error: BaseException) -> str:
-    """What a user needs to see of `error`: a typed error's text, an actor's own traceback, else the traceback."""
-    remote = _remote_exception(error)
-    if remote is not None:
-        if isinstance(remote, ForgeError):
-            return f"{type(remote).__name__}: {remote}\n(raised in an actor: {_first_line(error)})"
-        return str(error).rstrip()
-    if isinstance(error, ForgeError):
-        return f"{type(error).__name__}: {error}"
-    # Chained local noise (the group that carried the error) stays out.
-    return "".join(traceback.format_exception(type(error), error, error.__traceback__, chain=True)).rstrip()
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """The one exception behind `error`, which may be a TaskGroup's.
-
-    An exception of user code comes before an ActorFailed, which names the dead actor, and that before the
-    SupervisionErrors with which calls to that actor fail as a consequence.
-    """
-    return min(_leaves(error), key=_rank)
-
-
-def _rank(error: BaseException) -> int:
-    if isinstance(error, asyncio.CancelledError):
-        return 3
-    if is_supervision_error(error):
-        return 2
-    return 1 if isinstance(error, ActorFailed) else 0
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    """The exceptions of a group in order, depth first; the exception itself where it is no group."""
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for member in error.exceptions for leaf in _leaves(member)]
-    return [error]
-
-
-def is_supervision_error(error: BaseException) -> bool:
-    """Whether a call failed because the actor is dead (Monarch's SupervisionError, which has no public name)."""
-    return type(error).__name__ == "SupervisionError"
-
-
-def _remote_exception(error: BaseException) -> BaseException | None:
-    """The exception that an actor raised, where `error` is Monarch's ActorError around it."""
-    if type(error).__name__ != "ActorError":
-        return None
-    inner = getattr(error, "exception", None)
-    if isinstance(inner, BaseException):
-        return _remote_exception(inner) or inner
-    return None
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0]
+    exit_at_once(code)

@@ -28,6 +28,10 @@ from forge.errors import ConfigError, SchemaError
 MIN_TEMPERATURE = 0.01
 """vLLM samples at this temperature when a smaller positive one is asked for."""
 
+CANDIDATES = 1024
+"""Top-p sorts this many of the likeliest tokens, and all of them only where these hold too little: a tenth
+of the time."""
+
 
 @dataclass(frozen=True)
 class _Sampler:
@@ -48,7 +52,7 @@ class _Sampler:
             raise ConfigError(f"top_p must lie in (0, 1], got {self.top_p}; 1 is off")
 
     def scores(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Scores `[C, V]` before truncation, made in place, and d score / d logit where it is not constant."""
+        """Scores `[C, V]` before truncation, made in place, and the slope of the softcap if there is one."""
         slope = None
         if self.softcap is not None:
             logits = logits.div_(self.softcap).tanh_()
@@ -56,26 +60,57 @@ class _Sampler:
             logits = logits.mul_(self.softcap)
         return logits.div_(self.temperature), slope
 
-    def dropped(self, scores: Tensor, targets: Tensor) -> Tensor | None:
-        """bool `[C, V]`, True where top-k and top-p exclude a token; None when both are off."""
-        top_k = self.top_k if 0 < self.top_k < scores.shape[-1] else 0
-        if self.top_p < 1.0:
-            out = self._outside_top_p(scores, top_k)
-        elif top_k:
-            out = scores < scores.topk(top_k, dim=-1).values[:, -1:]
-        else:
-            return None
-        return out.scatter_(-1, targets[:, None], False)
+    def truncates(self, vocabulary: int) -> bool:
+        """Whether top-k or top-p excludes anything at all."""
+        return self.top_p < 1.0 or 0 < self.top_k < vocabulary
 
-    def _outside_top_p(self, scores: Tensor, top_k: int) -> Tensor:
-        ascending, order = scores.sort(dim=-1)
-        if top_k:
-            ascending.masked_fill_(ascending < ascending[:, -top_k, None], -torch.inf)
+    def limits(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Score and id, both `[C]`, of the lowest token that stays; None when top-k and top-p are off.
+
+        Of equal scores the lower id is the lower token. Which of them the sampler keeps is an accident of
+        its sort, how many is not: the sampled token counts as one of those. Two numbers a row name the
+        whole support, so that the backward pass need not search again.
+        """
+        if not self.truncates(scores.shape[-1]):
+            return None
+        score = torch.full_like(scores[:, 0], -torch.inf)
+        if 0 < self.top_k < scores.shape[-1]:
+            score = scores.topk(self.top_k, dim=-1).values[:, -1]
+        if self.top_p == 1.0:
+            return score, torch.zeros_like(targets)
+        allowed = scores.masked_fill(scores < score[:, None], -torch.inf) if self.top_k > 0 else scores
+        score, kept, too_few = self._top_p(allowed, CANDIDATES)
+        score[too_few], kept[too_few], _ = self._top_p(allowed[too_few], scores.shape[-1])
+        tied = scores == score[:, None]
+        surplus = tied.count_nonzero(dim=-1) - kept
+        rows = surplus.nonzero()[:, 0]  # rare, and counting ranks is slow
+        rank = tied[rows].cumsum(dim=-1, dtype=torch.int32)
+        token = torch.zeros_like(targets)
+        token[rows] = (rank <= surplus[rows, None].int()).count_nonzero(dim=-1)
+        token += tied.gather(-1, targets[:, None])[:, 0].logical_and_(targets < token)
+        return score, token
+
+    def _top_p(self, scores: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Lowest score that stays, how many tokens with it do, and where `size` was too small; each `[C]`."""
+        if size < scores.shape[-1]:
+            ascending = scores.topk(size, dim=-1).values.flip(-1)
+            share = (ascending.logsumexp(dim=-1) - scores.logsumexp(dim=-1)).exp()[:, None]
+        else:
+            ascending, share = scores.sort(dim=-1).values, torch.ones_like(scores[:, :1])
         # The sampler computes 1 - p in float32; a token that falls exactly on the limit needs the same.
         limit = float(1.0 - torch.tensor(self.top_p, dtype=torch.float32))
-        out = ascending.softmax(dim=-1).cumsum(dim=-1) <= limit
-        out[:, -1] = False
-        return torch.zeros_like(out).scatter_(-1, order, out)
+        leaves = ascending.softmax(dim=-1).cumsum(dim=-1).mul_(share).add_(1.0 - share) <= limit
+        leaves[:, -1] = False
+        score = ascending.gather(-1, leaves.count_nonzero(dim=-1)[:, None])
+        kept = (ascending == score).logical_and_(~leaves).count_nonzero(dim=-1)
+        return score[:, 0], kept, (1.0 - share > limit)[:, 0]
+
+
+def _outside(scores: Tensor, targets: Tensor, score: Tensor, token: Tensor) -> Tensor:
+    """bool `[C, V]`, True for what lies below the limits of its row; never for the sampled token."""
+    ids = torch.arange(scores.shape[-1], device=scores.device)
+    tied_below = (scores == score[:, None]).logical_and_(ids < token[:, None])
+    return tied_below.logical_or_(scores < score[:, None]).scatter_(-1, targets[:, None], False)
 
 
 def token_logprobs(
@@ -113,23 +148,6 @@ def token_logprobs(
     return logprobs, entropy
 
 
-def sequence_logprobs(
-    hidden: Tensor, weight: Tensor, tokens: Tensor, loss_mask: Tensor, **settings: Any
-) -> tuple[Tensor, Tensor]:
-    """`token_logprobs` for a padded batch: `logprobs[b, t]` belongs to `tokens[b, t]`, 0 outside the mask.
-
-    `hidden` `[B, T, D]`, `tokens` and `loss_mask` `[B, T]`; `settings` as in `token_logprobs`. Only
-    tokens under the mask cost anything. Raises SchemaError when the mask covers position 0, which
-    nothing predicts.
-    """
-    if bool(loss_mask[:, 0].any()):
-        raise SchemaError("loss_mask is set at position 0; the first token has no log-prob, start at 1")
-    row, position = loss_mask.nonzero(as_tuple=True)
-    values = token_logprobs(hidden[row, position - 1], weight, tokens[row, position], **settings)
-    logprobs, entropy = (v.new_zeros(loss_mask.shape).index_put((row, position), v) for v in values)
-    return logprobs, entropy
-
-
 class _TokenLogprobs(torch.autograd.Function):
     """Saves its inputs and one log-normaliser a token; computes each block of logits twice."""
 
@@ -144,11 +162,13 @@ class _TokenLogprobs(torch.autograd.Function):
         chunk_size: int,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        logprobs, entropy, log_normaliser = hidden.new_empty((3, hidden.shape[0]), dtype=dtype).unbind()
+        logprobs, entropy, log_normaliser = (hidden.new_empty(hidden.shape[0], dtype=dtype) for _ in range(3))
+        score, token = torch.empty_like(log_normaliser), torch.empty_like(targets)
         for span in _spans(hidden.shape[0], chunk_size):
             scores, _ = sampler.scores(_logits(hidden[span], weight, bias))
-            if (dropped := sampler.dropped(scores, targets[span])) is not None:
-                scores.masked_fill_(dropped, -torch.inf)
+            if (limits := sampler.limits(scores, targets[span])) is not None:
+                score[span], token[span] = limits
+                scores.masked_fill_(_outside(scores, targets[span], *limits), -torch.inf)
             chosen = scores.gather(-1, targets[span, None])[:, 0]
             top = scores.amax(dim=-1)
             mass = scores.sub_(top[:, None]).exp_()  # in place from here: the block is the peak of the memory
@@ -157,15 +177,15 @@ class _TokenLogprobs(torch.autograd.Function):
             logprobs[span] = chosen - log_normaliser[span]
             probabilities = mass.div_(total[:, None])
             entropy[span] = torch.special.entr(probabilities, out=probabilities).sum(dim=-1)
-        ctx.save_for_backward(hidden, weight, bias, targets, log_normaliser)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_normaliser, score, token)
         ctx.sampler, ctx.chunk_size = sampler, chunk_size
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, log_normaliser = ctx.saved_tensors
+        hidden, weight, bias, targets, log_normaliser, score, token = ctx.saved_tensors
         sampler: _Sampler = ctx.sampler
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
@@ -174,10 +194,9 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=grad.dtype) if wants_bias else None
         for span in _spans(hidden.shape[0], ctx.chunk_size):
             scores, slope = sampler.scores(_logits(hidden[span], weight, bias))
-            dropped = sampler.dropped(scores, targets[span])
+            if sampler.truncates(scores.shape[-1]):
+                scores.masked_fill_(_outside(scores, targets[span], score[span], token[span]), -torch.inf)
             block = scores.sub_(log_normaliser[span, None]).exp_()
-            if dropped is not None:
-                block.masked_fill_(dropped, 0.0)
             # d logprob / d score = [v is the target] - p(v)
             block.mul_(-grad[span, None]).scatter_add_(-1, targets[span, None], grad[span, None])
             block.div_(sampler.temperature)
@@ -190,8 +209,11 @@ class _TokenLogprobs(torch.autograd.Function):
                 torch.mm(block, weight, out=grad_hidden[span])
             if grad_weight is not None:
                 _add_product(grad_weight, block, hidden[span])
-        out = (grad_hidden, grad_weight, grad_bias)
-        return *(g if g is None else g.to(t.dtype) for g, t in zip(out, (hidden, weight, bias), strict=True)), None, None, None
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        if grad_bias is not None:
+            grad_bias = grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
 def _spans(total: int, size: int) -> Iterator[slice]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -30,12 +30,14 @@ from forge.registry import lookup
 EXPONENT_LIMIT = 20.0
 KL_LIMIT = 10.0
 
-Aggregation: TypeAlias = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+Aggregation: TypeAlias = Literal[
+    "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"
+]
 KlEstimator: TypeAlias = Literal["k1", "k2", "k3"]
-AGGREGATIONS: tuple[str, ...] = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
+AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
 
 TokenLoss: TypeAlias = tuple[Tensor, dict[str, Tensor]]
-"""Loss per token `[B, T]`, and metrics per token `[B, T]`, averaged over policy tokens; prefix yours with extra/."""
+"""Loss per token `[B, T]`, and metrics per token `[B, T]` for means over its policy tokens."""
 
 Metrics: TypeAlias = dict[str, Tensor]
 """Name -> float64 `[2]`: a sum and its count. Add them over micro-batches and ranks, then divide."""
@@ -52,7 +54,7 @@ class LossConfig:
     clip_high: float = 0.28
     """The probability ratio is clipped above at 1 + clip_high; a fraction >= 0."""
     dual_clip: float | None = None
-    """Bound on the loss of a token with negative advantage, in units of -advantage (3 is usual); none: off."""
+    """Bound on the loss of a token with negative advantage, times -advantage (3 is usual); none: off."""
     aggregation: Aggregation = "token_mean"
     """How token losses become one number."""
     norm_length: int | None = None
@@ -69,13 +71,13 @@ class LossConfig:
         lookup(self.name, LOSSES, "loss.name")
         _require(self.clip_low, 0.0 <= self.clip_low <= 1.0, "loss.clip_low", "in [0, 1]")
         _require(self.clip_high, self.clip_high >= 0.0, "loss.clip_high", ">= 0")
-        _require(self.dual_clip, self.dual_clip is None or self.dual_clip > 1.0, "loss.dual_clip", "> 1, or none")
+        dual_ok = self.dual_clip is None or self.dual_clip > 1.0
+        _require(self.dual_clip, dual_ok, "loss.dual_clip", "> 1, or none")
         _require(self.kl_weight, self.kl_weight >= 0.0, "loss.kl_weight", ">= 0")
         _require(self.aggregation, self.aggregation in AGGREGATIONS, "loss.aggregation", f"in {AGGREGATIONS}")
         _require(self.kl_estimator, self.kl_estimator in KL_ESTIMATORS, "loss.kl_estimator", "k1, k2 or k3")
-        needs_length = self.aggregation == "seq_mean_token_sum_norm"
-        ok = not needs_length or (self.norm_length is not None and self.norm_length >= 1)
-        _require(self.norm_length, ok, "loss.norm_length", ">= 1 with seq_mean_token_sum_norm")
+        length_ok = self.aggregation != "seq_mean_token_sum_norm" or (self.norm_length or 0) >= 1
+        _require(self.norm_length, length_ok, "loss.norm_length", ">= 1 with seq_mean_token_sum_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +179,7 @@ def aggregate(values: Tensor, loss_mask: Tensor, cfg: LossConfig) -> Tensor:
         return (values.sum(dim=1) / loss_mask.sum(dim=1).clamp(min=1)).sum()
     if cfg.aggregation == "seq_mean_token_sum_norm":
         if cfg.norm_length is None:
-            raise ConfigError("loss.norm_length is none; seq_mean_token_sum_norm divides by it, give a token count")
+            raise ConfigError("loss.norm_length is none; seq_mean_token_sum_norm needs a token count")
         return values.sum() / cfg.norm_length
     return values.sum()
 
@@ -192,17 +194,21 @@ def compute_loss(x: LossInput, cfg: LossConfig, global_denominator: Tensor | flo
     x = x.masked()
     token_loss, token_metrics = lookup(cfg.name, LOSSES, "loss.name")(x, cfg)
     if token_loss.shape != x.loss_mask.shape:
-        wanted = list(x.loss_mask.shape)
-        raise SchemaError(f"loss {cfg.name} returned shape {list(token_loss.shape)}, expected one per token {wanted}")
+        shapes = f"{list(token_loss.shape)}, expected one value per token {list(x.loss_mask.shape)}"
+        raise SchemaError(f"loss {cfg.name} returned shape {shapes}")
     policy = loss = aggregate(token_loss, x.loss_mask, cfg)
     if cfg.kl_weight:
         if x.ref_logprobs is None:
-            raise SchemaError(f"ref_logprobs is missing; loss.kl_weight is {cfg.kl_weight}, set it to 0 or add them")
+            raise SchemaError(
+                f"ref_logprobs is missing; loss.kl_weight is {cfg.kl_weight}, it needs them or 0"
+            )
         kl = kl_divergence(x.policy_logprobs, x.ref_logprobs, cfg.kl_estimator)
         loss = policy + cfg.kl_weight * aggregate(kl, x.loss_mask, cfg)
         token_metrics = {"loss/kl": kl, **token_metrics}
-    count = torch.as_tensor(global_denominator, device=loss.device).clamp(min=1)  # 0 only when nothing is trained
-    metrics = {name: _token_sum(value, x.loss_mask) for name, value in {**_common(x), **token_metrics}.items()}
+    # A count, so the clamp acts only where nothing at all is trained.
+    count = torch.as_tensor(global_denominator, device=loss.device).clamp(min=1)
+    per_token = {**_common(x), **token_metrics}
+    metrics = {name: _token_sum(value, x.loss_mask) for name, value in per_token.items()}
     metrics["loss/policy"] = _pair(policy, denominator(x.loss_mask, cfg.aggregation))
     return LossOutput(loss=loss / count, metrics=metrics)
 
@@ -246,7 +252,9 @@ def _blank(name: str, value: Tensor, mask: Tensor) -> Tensor:
     if name == "advantages" and value.shape == mask.shape[:1]:
         value = value[:, None].expand_as(mask)
     if value.shape != mask.shape:
-        raise SchemaError(f"{name} has shape {list(value.shape)}, loss_mask {list(mask.shape)}; they must be equal")
+        raise SchemaError(
+            f"{name} has shape {list(value.shape)}, loss_mask {list(mask.shape)}; make them equal"
+        )
     if value.is_floating_point():
         value = value.to(torch.promote_types(value.dtype, torch.float32))
     return torch.where(mask, value, torch.zeros((), dtype=value.dtype, device=value.device))

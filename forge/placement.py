@@ -1,8 +1,8 @@
 """Which role runs where: a pure plan from the mesh configuration to processes and device slots.
 
 A *device slot* is one GPU, or on a CPU machine one rank of the trainer. Slots are numbered over all nodes in
-order: slot `s` lies on node `s // slots_per_node`. Named pools cut the numbered slots into consecutive ranges;
-roles take slots from their pool in the order in which they are listed, and a slot belongs to one replica only.
+order: slot `s` lies on node `s // slots_per_node`. Named pools cut the slots into consecutive ranges; roles
+take slots from their pool in the order in which they are listed, and a slot belongs to one replica only.
 
     slots      0    1    2    3  |  4    5    6    7        two nodes with four slots each
     pools      [ train           ]  [ rollout         ]     pools: {train: 4, rollout: 4}
@@ -48,7 +48,7 @@ class MeshConfig:
     debug: bool = False
     """Run every actor inside the main process, so that pdb.set_trace() works; one rank a role."""
     slots: int | None = None
-    """Device slots of a node. Default: torchrun's --nproc-per-node, else the GPU count, else the CPU count."""
+    """Device slots of a node. Default: torchrun's --nproc-per-node, else the GPUs, else the CPU cores."""
     pools: dict[str, int] = field(default_factory=dict)
     """Named pools and their sizes in device slots; empty means one pool "default" with all slots."""
     trainer: RoleConfig = field(default_factory=RoleConfig)
@@ -123,15 +123,17 @@ class _Pool:
 
 
 def detect_device(cfg: MeshConfig, torchrun_slots: int | None) -> tuple[Literal["cpu", "cuda"], int]:
-    """(device, device slots of a node) for this machine; asks torch for GPUs only where the config leaves it open."""
+    """(device, device slots of a node) for this machine; torch is asked for GPUs unless `cfg` says cpu."""
     gpus = 0 if cfg.device == "cpu" else _num_gpus()
     if cfg.device == "cuda" and gpus == 0:
         raise ConfigError("mesh.device is cuda, but torch sees no GPU on this machine; use mesh.device=cpu")
     device: Literal["cpu", "cuda"] = "cuda" if gpus else "cpu"
-    slots = cfg.slots or torchrun_slots or gpus or os.cpu_count() or 1
+    found = torchrun_slots or gpus or os.cpu_count() or 1
+    slots = found if cfg.slots is None else cfg.slots
     if device == "cuda" and slots > gpus:
         raise ConfigError(
-            f"{slots} device slots a node asked for (mesh.slots or --nproc-per-node), but torch sees {gpus} GPU(s)"
+            f"{slots} device slots a node (mesh.slots or --nproc-per-node), but torch sees {gpus} GPU(s); "
+            "lower the former"
         )
     return device, slots
 
@@ -140,6 +142,23 @@ def _num_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def place(
+    cfg: MeshConfig, *, torchrun_slots: int | None, num_hosts: int = 1, roles: Sequence[str] = ROLES
+) -> Placement:
+    """`plan_placement` for this machine: its device, its slots and their names."""
+    device, slots = detect_device(cfg, torchrun_slots)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if device == "cuda" else None
+    return plan_placement(
+        cfg,
+        device=device,
+        slots=slots,
+        torchrun_slots=torchrun_slots,
+        roles=roles,
+        num_hosts=num_hosts,
+        device_names=visible.split(",") if visible else None,
+    )
 
 
 def plan_placement(
@@ -166,13 +185,16 @@ def plan_placement(
     pools = _make_pools(cfg, total)
     names = tuple(device_names) if device_names else tuple(str(index) for index in range(slots))
     if len(names) < slots:
-        raise ConfigError(f"{slots} device slots a node, but CUDA_VISIBLE_DEVICES lists only {len(names)} devices")
+        raise ConfigError(
+            f"{slots} device slots a node, but CUDA_VISIBLE_DEVICES lists {len(names)} device(s); "
+            "lower mesh.slots"
+        )
     placed: dict[str, RolePlacement] = {}
     for role in roles:
         role_cfg: RoleConfig = getattr(cfg, role)
         if role_cfg.pool not in pools:
             raise ConfigError(
-                f"mesh.{role}.pool is {role_cfg.pool!r}, which mesh.pools does not list; pools: {', '.join(pools)}"
+                f"mesh.{role}.pool is {role_cfg.pool!r}, which is no pool of mesh.pools: {', '.join(pools)}"
             )
         pool = pools[role_cfg.pool]
         takes_slots = device == "cuda" or role == "trainer"
@@ -202,7 +224,8 @@ def _check(cfg: MeshConfig, roles: Sequence[str], slots: int) -> None:
             raise ConfigError(f"mesh.pools.{pool} must be >= 1 device slot, got {size}")
     for role in roles:
         role_cfg: RoleConfig = getattr(cfg, role)
-        for name, value in (("procs", role_cfg.procs), ("replicas", role_cfg.replicas), ("threads", role_cfg.threads)):
+        for name in ("procs", "replicas", "threads"):
+            value = getattr(role_cfg, name)
             if value is not None and value < 1:
                 raise ConfigError(f"mesh.{role}.{name} must be >= 1, got {value}")
         if role == "trainer" and role_cfg.replicas != 1:
@@ -238,7 +261,8 @@ def _take_slots(role: str, cfg: RoleConfig, procs: int, pool: _Pool, slots: int)
     if procs * cfg.replicas > size:
         raise ConfigError(
             f"{role} needs {procs * cfg.replicas} device(s) (mesh.{role}.procs={procs} x "
-            f"mesh.{role}.replicas={cfg.replicas}), but pool {pool.name!r} has {size}"
+            f"mesh.{role}.replicas={cfg.replicas}), but pool {pool.name!r} has {size}; lower them, or raise "
+            "--nproc-per-node or mesh.slots"
         )
     starts = []
     for _ in range(cfg.replicas):
@@ -250,9 +274,9 @@ def _take_slots(role: str, cfg: RoleConfig, procs: int, pool: _Pool, slots: int)
                     f"{pool.begin}-{pool.end - 1}) without crossing a node's end; a node has {slots} slots"
                 )
             raise ConfigError(
-                f"{pool.last_role} and {role} would share a device of pool {pool.name!r}: it has {size} device(s) "
-                f"and {role} needs {procs * cfg.replicas} of them beside {pool.last_role}'s; there is no colocated "
-                f"mode, so add devices or lower mesh.{role}.procs/replicas or mesh.{pool.last_role}.procs/replicas"
+                f"{pool.last_role} and {role} would share a device: pool {pool.name!r} has {size} device(s), "
+                f"and {role} needs {procs * cfg.replicas} beside those taken; there is no colocated mode, so "
+                f"add devices, or lower procs or replicas of mesh.{role} or mesh.{pool.last_role}"
             )
         starts.append(start)
         pool.cursor = start + procs

@@ -30,5 +30,6 @@ def lookup(name: str, registry: Mapping[str, F], option: str) -> F:
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{option} is {name!r}, which cannot be imported ({error}); {remedy}") from error
     if not callable(found):
-        raise ConfigError(f"{option} is {name!r}, which is a {type(found).__name__}, not a function; {remedy}")
+        kind = type(found).__name__
+        raise ConfigError(f"{option} is {name!r}, which is a {kind}, not a function; {remedy}")
     return found

@@ -29,12 +29,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from forge.errors import ConfigError
+from forge.errors import ConfigError, RunFolderError
 from forge.metrics import NONFINITE, Number, Row, make_row, read_rows
 from forge.run_folder import EpisodeRecord, RunFolder, check_dir
 
 _LINE_EVERY_S = 2.0
 _RECENT_STEPS = 20
+_QUEUED_UPDATES = 64
 
 
 @dataclass
@@ -87,6 +88,17 @@ class RunLog:
             live = self._console.is_terminal if live is None else live
             self._terminal = Terminal(self._console, total_steps, live=live)
         self.note(f"run folder {self.folder.path}")
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
+        if error is None:
+            self.close()
+            return
+        # What went wrong first is what the user has to see; a disk that fails as well only adds to it.
+        with suppress(RunFolderError):
+            self.close()
 
     @property
     def checkpoint(self) -> Path | None:
@@ -145,7 +157,7 @@ class Terminal:
         self._bar = _Bar(console, total_steps) if live else None
         self._recent: deque[tuple[Number, Number]] = deque(maxlen=_RECENT_STEPS)
         self._next_line_s = clock()
-        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(64)
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="terminal", daemon=True)
         self._thread.start()
 
@@ -166,8 +178,7 @@ class Terminal:
 
     def close(self) -> None:
         """Shows what is queued and gives the terminal back; gives up on one that is stopped."""
-        with suppress(queue.Full):
-            self._queue.put(None, timeout=1.0)
+        self._queue.put(None)
         self._thread.join(2.0)
 
     def _eta_s(self, step: Number, time_s: Number) -> float:
@@ -176,8 +187,8 @@ class Terminal:
         return (time_s - first_s) / max(1, step - first_step) * max(0, self._total - step)
 
     def _submit(self, action: Callable[[], None]) -> None:
-        with suppress(queue.Full):
-            self._queue.put_nowait(action)
+        if self._queue.qsize() < _QUEUED_UPDATES:
+            self._queue.put(action)
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -212,12 +223,12 @@ class _Bar(Progress):
 
 
 def status_line(row: Row, eta_s: float) -> str:
-    """The figures of one row in one line of less than 80 columns."""
+    """The figures of one row in one line below 80 columns; staleness as mean/max, then the bound."""
     return "  ".join(
         (
             f"reward {_text(row['reward/mean'], '.3f')}",
-            f"stale {_text(row['staleness/mean'], '.1f')}/{_text(row['staleness/max'])}"
-            f"<={_text(row['staleness/bound'])}",
+            f"staleness {_text(row['staleness/mean'], '.1f')}/{_text(row['staleness/max'])}"
+            f" bound {_text(row['staleness/bound'])}",
             f"{_text(row['generator/tokens_per_s'], ',.0f')} tok/s",
             f"idle {_text(row['trainer/idle_share'], '.0%')}",
             f"ETA {_duration(eta_s)}",

@@ -65,15 +65,22 @@ def _free(path: str | Path) -> str:
 
 
 def check_dir(path: str | Path) -> None:
-    """Raises ConfigError unless `path` is free to become a run folder: absent, or an empty folder."""
+    """Raises ConfigError unless `path` is free to become a run folder: absent, or an empty folder.
+
+    RunFolderError when the disk does not answer the question.
+    """
     folder = Path(path)
-    if folder.is_dir():
-        if any(folder.iterdir()):
-            raise ConfigError(
-                f"run.dir {folder} is not empty and nothing is overwritten; give another folder, "
-                "remove this one, or leave run.dir out for a new folder below runs/"
-            )
-    elif folder.exists() or folder.is_symlink():
+    try:
+        is_folder = folder.is_dir()
+        taken = any(folder.iterdir()) if is_folder else folder.exists() or folder.is_symlink()
+    except OSError as error:
+        raise _creation_error(folder, error) from error
+    if taken and is_folder:
+        raise ConfigError(
+            f"run.dir {folder} is not empty and nothing is overwritten; give another folder, "
+            "remove this one, or leave run.dir out for a new folder below runs/"
+        )
+    if taken:
         raise ConfigError(f"run.dir {folder} is not a folder; give a folder that is empty or does not exist")
 
 
@@ -152,7 +159,7 @@ class RunFolder:
         self.path, made = _claim(dir, name)
         self.checkpoint = self.path / "checkpoint"
         self.metrics_path = self.path / "metrics.jsonl"
-        self._queue: queue.Queue[tuple[Row, bytes, bytes, float] | None] = queue.Queue(_QUEUED_STEPS)
+        self._queue: queue.SimpleQueue[tuple[Row, bytes, bytes, float] | None] = queue.SimpleQueue()
         self._failure: RunFolderError | None = None
         self._told = self._closed = False
         try:
@@ -182,15 +189,14 @@ class RunFolder:
         the queue is full.
         """
         self._raise_failure()
-        texts = b"".join(_episode_line(row["step"], episode) for episode in episodes)
-        try:
-            self._queue.put_nowait((row, _json_line(row), texts, time.time()))
-        except queue.Full:
+        if self._queue.qsize() >= _QUEUED_STEPS:
             self._told = True
             raise RunFolderError(
                 f"the disk is {_QUEUED_STEPS} steps behind in {self.path} and the queue holds no more; "
                 "give --run.dir a folder on a disk that answers"
-            ) from None
+            )
+        texts = b"".join(_episode_line(row["step"], episode) for episode in episodes)
+        self._queue.put((row, _json_line(row), texts, time.time()))
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Writes what is queued, syncs, closes; a second call does nothing.
@@ -202,15 +208,13 @@ class RunFolder:
             return
         self._closed = True
         timeout_s = min(timeout_s, 1.0) if self._told else timeout_s
-        deadline = time.monotonic() + timeout_s
-        with suppress(queue.Full):
-            self._queue.put(None, timeout=timeout_s)
-        self._thread.join(max(0.0, deadline - time.monotonic()))
+        self._queue.put(None)
+        self._thread.join(timeout_s)
         if self._told:
             return
         if self._thread.is_alive():
             raise RunFolderError(
-                f"the disk has not taken the last {self._queue.qsize()} steps of {self.path} within "
+                f"the disk has not taken the last {self._queue.qsize():,} steps of {self.path} within "
                 f"{timeout_s:g} s; those rows are lost; give --run.dir a folder on a disk that answers"
             )
         self._raise_failure()

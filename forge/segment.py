@@ -17,16 +17,19 @@ Laws: (1) memory is unmapped only when the last tensor that views it is gone, `c
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
 import resource
 import secrets
+import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -49,6 +52,19 @@ def start_time(pid: int) -> int | None:
         return None
     state, num_threads, started = fields[0], int(fields[17]), int(fields[19])
     return None if state in b"ZX" and num_threads <= 1 else started
+
+
+def identity() -> tuple[int, int]:
+    """(pid, start_time) of this process."""
+    pid = os.getpid()
+    return pid, _own_start_time(pid)
+
+
+@lru_cache(maxsize=1)
+def _own_start_time(pid: int) -> int:
+    started = start_time(pid)
+    assert started is not None, "a running process has a start time"
+    return started
 
 
 @dataclass(frozen=True)
@@ -77,8 +93,8 @@ class SegmentRef:
             target = os.readlink(self.path)
         except PermissionError as error:
             raise ChannelError(
-                f"segment {self.id} of process {self.pid} may not be opened by user {os.geteuid()}: {error.strerror}; "
-                "both processes must run as one user, in one container"
+                f"segment {self.id} of process {self.pid} is closed to user {os.geteuid()}: "
+                f"{error.strerror}; run both processes as one user, in one container"
             ) from error
         except OSError:
             target = ""
@@ -86,11 +102,11 @@ class SegmentRef:
             return
         if start_time(self.pid) == self.start_time:
             raise ChannelError(
-                f"segment {self.id} was closed by its owner, process {self.pid}; open a handle while its pool lives"
+                f"segment {self.id} was closed by its owner, process {self.pid}; attach while it is open"
             )
         raise ChannelError(
-            f"segment {self.id} is gone with its owner, process {self.pid}: it has ended, or runs on another host or in "
-            "another container; produce the data again, or send it by a transport that crosses hosts"
+            f"segment {self.id} is gone with its owner, process {self.pid}, which has ended, or runs on "
+            "another host or in another container; produce the data again, or use another transport"
         )
 
 
@@ -105,7 +121,7 @@ class Segment:
             mapping = mmap.mmap(fd, ref.nbytes)
         except (OSError, OverflowError, ValueError) as error:
             self._close_fd()
-            raise ChannelError(f"cannot map {ref.nbytes} bytes of shared memory: {error}; ask for less") from error
+            raise ChannelError(f"cannot map {ref.nbytes} shared bytes: {error}; ask for less") from error
         self.ref = ref
         """What another process needs to attach."""
         self.memory = memoryview(mapping)
@@ -121,10 +137,13 @@ class Segment:
         """
         if nbytes < 1:
             raise ChannelError(f"nbytes must be >= 1, got {nbytes}; an empty segment cannot be mapped")
+        if not hasattr(os, "memfd_create"):
+            raise ChannelError(
+                f"shared memory files need Linux, this is {sys.platform}; use a Linux container"
+            )
         name = secrets.token_hex(8)
-        fd = _checked_open(
-            lambda: os.memfd_create(_NAME + name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), f"make a segment of {nbytes} bytes"
-        )
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        fd = _open(lambda: os.memfd_create(_NAME + name, flags), f"make a segment of {nbytes} bytes")
         try:
             os.ftruncate(fd, nbytes)
             # Nobody who holds the file may shrink it under a mapping: that would be a SIGBUS for the others.
@@ -132,9 +151,7 @@ class Segment:
         except (OSError, OverflowError) as error:
             os.close(fd)
             raise ChannelError(f"cannot make a segment of {nbytes} bytes: {error}; ask for less") from error
-        pid = os.getpid()
-        started = start_time(pid)
-        assert started is not None
+        pid, started = identity()
         segment = cls(fd, SegmentRef(pid=pid, start_time=started, fd=fd, nbytes=nbytes, id=name))
         segment.buffer[::_PAGE] = 0
         return segment
@@ -147,10 +164,10 @@ class Segment:
         """
         ref.check_open()
         what = f"attach segment {ref.id} of process {ref.pid}"
-        fd = _checked_open(lambda: os.open(ref.path, os.O_RDWR | os.O_CLOEXEC), what)
+        fd = _open(lambda: os.open(ref.path, os.O_RDWR | os.O_CLOEXEC), what)
         if not os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_NAME}{ref.id}"):
             os.close(fd)
-            raise ChannelError(f"cannot {what}: its owner closed it meanwhile; open a handle while its pool lives")
+            raise ChannelError(f"cannot {what}: it was closed meanwhile; attach while the owner keeps it")
         return cls(fd, ref)
 
     @property
@@ -164,6 +181,8 @@ class Segment:
 
         Threads that share this object are not held apart. Raises ChannelError after `timeout_s` seconds.
         """
+        if not self._close_fd.alive:
+            raise ChannelError(f"segment {self.ref.id} was closed here; lock it before `close`")
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -189,13 +208,12 @@ class Segment:
         self._close_fd()
 
 
-def _checked_open(opener: object, what: str) -> int:
+def _open(opener: Callable[[], int], what: str) -> int:
     try:
-        return opener()  # type: ignore[operator, no-any-return]
-    except AttributeError as error:
-        raise ChannelError(f"cannot {what}: shared memory files need Linux and Python built for it ({error})") from error
+        return opener()
     except OSError as error:
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        raise ChannelError(
-            f"cannot {what}: {error.strerror}; this process may hold {limit} descriptors (ulimit -n) and uses two a segment"
-        ) from error
+        remedy = "try again"
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            remedy = f"a segment takes two of the {limit} descriptors of a process; raise `ulimit -n`"
+        raise ChannelError(f"cannot {what}: {error.strerror}; {remedy}") from error

@@ -10,10 +10,10 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any, Literal, TypeVar
 
-import forge.channel
 from monarch.actor import Actor, ActorError, concurrent_endpoint, endpoint
 from tensordict import TensorDict
 
+import forge.channel
 from forge.errors import ForgeError
 from replay.service import Channel, Replay, ReplayConfig, SampledBatch
 from replay.staleness import Ticket
@@ -106,7 +106,9 @@ class ReplayClient:
 
     async def add(self, ticket: Ticket, group: TensorDict) -> None:
         """See `Replay.add`."""
-        await _own_errors(self._mesh.add.call_one(ticket, self._channel.put(group)))
+        # In a thread: `put` copies, and waits for memory while the replay has not taken earlier groups.
+        handle = await asyncio.to_thread(self._channel.put, group)
+        await _own_errors(self._mesh.add.call_one(ticket, handle))
 
     async def fail(self, ticket: Ticket) -> None:
         """See `Replay.fail`."""

@@ -18,10 +18,10 @@ from collections import deque
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol
 
-import forge.channel
 import torch
 from tensordict import TensorDict
 
+import forge.channel
 from forge.batch import check_batch
 from forge.errors import ConfigError, DeadlineExceeded, SchemaError, StalenessError
 from replay.buffer import Counts, Record, ReplayBuffer, summarize
@@ -160,8 +160,10 @@ class Replay:
         if records is None:
             return None
         stats = self._stats_of(records, policy_version)
-        shards = make_shards([record.group for record in records], num_shards, self._pad_id)
-        return SampledBatch([self._channel.put(shard) for shard in shards], policy_version, stats)
+        groups = [record.group for record in records]
+        # In a thread: long episodes take long to copy, and `put` may wait until a trainer lets go of memory.
+        handles = await asyncio.to_thread(self._hand_over, groups, num_shards)
+        return SampledBatch(handles, policy_version, stats)
 
     async def release(self, version: int) -> None:
         """Every serving replica holds `version` or newer: frees the slots of the batches up to it."""
@@ -231,6 +233,9 @@ class Replay:
         finally:
             self._sampler = None
             self._wake_reservers()
+
+    def _hand_over(self, groups: list[TensorDict], num_shards: int) -> list[Any]:
+        return [self._channel.put(shard) for shard in make_shards(groups, num_shards, self._pad_id)]
 
     def _stats_of(self, records: list[Record], policy_version: int) -> dict[str, float]:
         counts = self._buffer.counts

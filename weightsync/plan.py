@@ -8,7 +8,7 @@ ever gathers the model.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,22 @@ def make_layout(parameters: Iterable[tuple[str, Sequence[int], torch.dtype]]) ->
         entries.append(Entry(name, str(dtype).removeprefix("torch."), tuple(shape), offset, nbytes))
         offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     return Layout(tuple(entries), offset)
+
+
+def unpaired_names(
+    published: Iterable[str], receiver: Iterable[str], packed: Mapping[str, Sequence[str]]
+) -> tuple[list[str], list[str]]:
+    """(missing, unknown): what the receiver's parameters need and nobody publishes, and the other way round.
+
+    `packed` maps the receiver's fused modules to their parts, such as qkv_proj to q_proj, k_proj, v_proj: a fused
+    parameter that got only some of its parts would be loaded without complaint and be wrong.
+    """
+    wanted: set[str] = set()
+    for name in receiver:
+        fused = next((module for module in name.split(".") if module in packed), None)
+        wanted |= {name} if fused is None else {name.replace(fused, part) for part in packed[fused]}
+    have = set(published)
+    return sorted(wanted - have), sorted(have - wanted)
 
 
 def shard_rows(rows: int, world: int, rank: int) -> range:

@@ -11,7 +11,6 @@ Touches vLLM internals, on purpose and here alone: `tests/weightsync/test_vllm_c
 from __future__ import annotations
 
 import copy
-import os
 import threading
 import time
 import traceback
@@ -20,8 +19,9 @@ from typing import Any
 
 import torch
 
+from forge.child import die_with_parent
 from forge.segment import Segment, SegmentRef
-from weightsync.plan import Layout, view
+from weightsync.plan import Layout, unpaired_names, view
 
 # Besides `_parameters`, what vLLM's CPU linear layers keep of a weight: the packed copy's closure.
 _PACKED_ATTRIBUTES = ("cpu_linear",)
@@ -39,14 +39,30 @@ class WeightReceiver:
 
     def forge_start(self) -> None:
         """Builds the shadow model and ties this process's life to the actor's."""
-        threading.Thread(target=_exit_with, args=(os.getppid(),), daemon=True).start()
+        die_with_parent()
         self._forge_shadow, self._forge_config = self._forge_build_shadow()
         self._forge_stage: dict[str, Any] = {"state": "idle", "version": -1, "error": "", "stage_s": 0.0}
 
-    def forge_connect(self, layout: list[list[Any]], segments: list[dict[str, Any]]) -> None:
-        """Maps the publisher's segments; checks once that its names cover this model."""
-        self._forge_layout = Layout.from_plain(layout)
+    def forge_connect(self, layout: list[list[Any]], segments: list[dict[str, Any]]) -> str:
+        """Maps the publisher's segments; returns what is wrong with its names, or "" when they pair up.
+
+        vLLM itself accepts an incomplete update in silence.
+        """
+        new = Layout.from_plain(layout)
+        tied = self._forge_config.model_config.hf_config.tie_word_embeddings
+        published = {e.name for e in new.entries if not (tied and e.name.startswith("lm_head."))}
+        receiver = {n for n, _ in self._forge_shadow.named_parameters() if not (tied and n.startswith("lm_head."))}
+        packed = getattr(self._forge_shadow, "packed_modules_mapping", {})
+        missing, unknown = unpaired_names(published, receiver, packed)
+        if missing or unknown:
+            return (
+                f"the published weights do not fit the generator's model: {len(missing)} missing "
+                f"({', '.join(missing[:8])}), {len(unknown)} unknown ({', '.join(unknown[:8])}); "
+                "trainer and generator must load the same architecture"
+            )
+        self._forge_layout = new
         self._forge_segments = [Segment.attach(SegmentRef(**s)) for s in segments]
+        return ""
 
     def forge_stage(self, version: int, buffer: int) -> None:
         """Starts loading `version` from segment `buffer` into the shadow; returns at once."""
@@ -104,14 +120,13 @@ class WeightReceiver:
     def _forge_load(self, version: int, buffer: int) -> None:
         begin = time.perf_counter()
         try:
-            loaded = self._forge_load_shadow(self._forge_segments[buffer].buffer)
-            self._forge_check(loaded)
+            self._forge_load_shadow(self._forge_segments[buffer].buffer)
             state = {"state": "ready", "version": version, "error": ""}
         except BaseException:
             state = {"state": "failed", "version": version, "error": traceback.format_exc()}
         self._forge_stage = {**state, "stage_s": time.perf_counter() - begin}
 
-    def _forge_load_shadow(self, buffer: torch.Tensor) -> set[str]:
+    def _forge_load_shadow(self, buffer: torch.Tensor) -> None:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
         from vllm.model_executor.model_loader.reload import (
@@ -123,7 +138,7 @@ class WeightReceiver:
         with set_current_vllm_config(self._forge_config), torch.no_grad():
             initialize_layerwise_reload(shadow)
             try:
-                loaded = shadow.load_weights(self._forge_weights(buffer))
+                shadow.load_weights(self._forge_weights(buffer))
             finally:
                 # Whatever happened, the shadow ends as a complete model and can be loaded again.
                 finalize_layerwise_reload(shadow, self._forge_config.model_config)
@@ -132,26 +147,7 @@ class WeightReceiver:
                 # copy would stay the old one.
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
-        return loaded
 
     def _forge_weights(self, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         for entry in self._forge_layout.entries:
             yield entry.name, view(buffer, entry)
-
-    def _forge_check(self, loaded: set[str]) -> None:
-        """A partial update is accepted by vLLM in silence; here it is an error that lists the names."""
-        tied = self._forge_config.model_config.hf_config.tie_word_embeddings
-        wanted = {name for name, _ in self._forge_shadow.named_parameters()}
-        missing = sorted(n for n in wanted - loaded if not (tied and n.startswith("lm_head.")))
-        if missing:
-            raise ValueError(
-                f"{len(missing)} of {len(wanted)} parameters got no weights: {', '.join(missing[:8])}; "
-                "the trainer must publish every parameter of the model"
-            )
-
-
-def _exit_with(parent: int) -> None:
-    """Ends this process when the actor that started the engine is gone; vLLM itself would live on."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)

@@ -41,7 +41,7 @@ def test_four_groups_of_four_equal_what_the_public_systems_agree_on(kind: str, k
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reward", [0.35, 0.1, 0.7, 0.0, -1e6])
 @pytest.mark.parametrize("size", [2, 3, 7, 8])
-def test_equal_rewards_give_exactly_zero_whatever_their_float_std(kind: str, reward: float, size: int) -> None:
+def test_equal_rewards_give_exactly_zero(kind: str, reward: float, size: int) -> None:
     rewards = torch.full((size,), reward)
     assert bool(is_degenerate(rewards))
     assert advantages(rewards, kind, size).tolist() == [0.0] * size
@@ -68,7 +68,7 @@ def test_degeneracy_is_judged_group_by_group() -> None:
 def test_advantages_sum_to_zero_and_ignore_a_constant_added_to_all_rewards(kind: str) -> None:
     rewards = torch.randn(32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     values = advantages(rewards, kind, 8)
-    torch.testing.assert_close(values.view(4, 8).sum(1), torch.zeros(4, dtype=torch.float64), rtol=0, atol=1e-9)
+    torch.testing.assert_close(values.view(4, 8).sum(1), torch.zeros(4).double(), rtol=0, atol=1e-9)
     torch.testing.assert_close(advantages(rewards + 5.0, kind, 8), values)
 
 
@@ -100,7 +100,7 @@ def test_an_own_kind_is_one_registered_function(monkeypatch: pytest.MonkeyPatch)
 
 def test_an_own_kind_can_be_named_by_its_path() -> None:
     rewards = torch.tensor([0.0, 1.0, 5.0])
-    torch.testing.assert_close(advantages(rewards, "forge.advantages:rloo", 3), advantages(rewards, "rloo", 3))
+    assert torch.equal(advantages(rewards, "forge.advantages:rloo", 3), advantages(rewards, "rloo", 3))
 
 
 def test_an_unknown_kind_is_an_error_that_lists_the_known_ones() -> None:

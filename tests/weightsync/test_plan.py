@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from weightsync.plan import Layout, clean_name, make_layout, row_view, shard_rows, view
+from weightsync.plan import Layout, clean_name, make_layout, row_view, shard_rows, unpaired_names, view
 
 from forge.errors import WeightSyncError
 
@@ -58,3 +58,12 @@ def test_wrapper_names_are_removed():
 def test_two_parameters_of_one_name_are_an_error():
     with pytest.raises(WeightSyncError, match=r"two parameters are named a\.weight"):
         make_layout([("a.weight", (1,), torch.float32), ("module.a.weight", (1,), torch.float32)])
+
+
+def test_a_fused_parameter_needs_all_its_parts_and_a_stray_name_is_found():
+    packed = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    receiver = ["l.0.qkv_proj.weight", "l.0.norm.weight"]
+    complete = ["l.0.q_proj.weight", "l.0.k_proj.weight", "l.0.v_proj.weight", "l.0.norm.weight"]
+    assert unpaired_names(complete, receiver, packed) == ([], [])
+    assert unpaired_names(complete[1:], receiver, packed) == (["l.0.q_proj.weight"], [])
+    assert unpaired_names([*complete, "l.0.x"], receiver, packed) == ([], ["l.0.x"])

@@ -107,6 +107,7 @@ def test_a_replica_that_hangs_fails_at_the_deadline_by_name():
         replica = FakeReplica(trainer, "generator_3")
         replica.may_go_on.clear()
         sync = WeightSync(trainer, [replica], deadline_s=0.05)
+        await sync.connect()
 
         async def on_applied(applied: Applied) -> None:
             raise AssertionError("a failed update was reported as done")

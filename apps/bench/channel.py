@@ -1,0 +1,342 @@
+"""What it costs to hand a TensorDict from one actor to another on the same host.
+
+    python -m apps.bench.channel [--mb 64] [--rounds 30] [--ray-python VENV/bin/python]
+
+Two Monarch actors in two processes, one way: from the sender's first line to the moment when the
+receiver has the TensorDict, on the clock that they share. Every round runs every way once, in turns,
+beside one memcpy of the same bytes; times are medians over the rounds, ratios are medians of the ratios
+inside a round. Ray's rows need a venv with `pip install ray numpy`; there the same bytes lie in one
+numpy array in Ray's object store and only its reference travels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from monarch.actor import Actor, endpoint, shutdown_context, this_host
+from rich.console import Console
+from rich.table import Table
+from tensordict import TensorDict
+
+from forge.channel import Handle, Pool
+from forge.layout import flatten
+from forge.memory import peak_rss_bytes
+
+MEMCPY = "one memcpy of the same bytes"
+MAPPED = "put, open mapped"
+RESIDENT = "already in a segment, open mapped"
+TAKE = "put, take (private copy)"
+EMPTY = "empty Monarch message"
+MESSAGE = "the TensorDict as a Monarch message"
+RAY_REF = "Ray, numpy array by reference"
+RAY_PUT = "Ray, put and numpy array by reference"
+SETTLE_S = 0.03
+"""Pause before each measurement: after a message of 64 MB both processes are busy freeing buffers for a while."""
+GOALS = {"mapped_over_memcpy": 1.5, "resident_ms": 3.0}
+
+
+def make_batch(nbytes: int) -> TensorDict:
+    """A batch `[B, T]` with the schema's keys, about `nbytes` in all."""
+    B = 512
+    T = max(1, nbytes // (B * 25))
+    return TensorDict(
+        {
+            "tokens": torch.randint(0, 50_000, (B, T)),
+            "loss_mask": torch.ones(B, T, dtype=torch.bool),
+            "behavior_logprobs": torch.randn(B, T),
+            "token_versions": torch.ones(B, T, dtype=torch.int64),
+            "ref_logprobs": torch.randn(B, T),
+            "lengths": torch.full((B,), T),
+            "rewards": torch.randn(B),
+            "advantages": torch.randn(B),
+            "group_id": torch.arange(B) // 8,
+        },
+        batch_size=[B],
+    )
+
+
+class Receiver(Actor):
+    """Notes the time (ns, shared by all processes of a host) when it has what was sent."""
+
+    def __init__(self) -> None:
+        self._pool = Pool()
+
+    @endpoint
+    async def mapped(self, handle: Handle) -> int:
+        td = self._pool.open(handle)
+        now = time.monotonic_ns()
+        del td  # from here on the sender may use the memory again
+        return now
+
+    @endpoint
+    async def copied(self, handle: Handle) -> int:
+        td = self._pool.take(handle)
+        now = time.monotonic_ns()
+        del td
+        return now
+
+    @endpoint
+    async def message(self, td: TensorDict | None) -> int:
+        return time.monotonic_ns()
+
+    @endpoint
+    async def differs(self, handle: Handle, sums: dict[str, float]) -> list[str]:
+        """Keys whose sum is not the one that the sender computed."""
+        td = self._pool.open(handle)
+        return [key for key, total in sums.items() if float(td[key].double().sum()) != total]
+
+    @endpoint
+    async def peak_bytes(self) -> int:
+        return peak_rss_bytes()
+
+
+class Sender(Actor):
+    """Sends one batch in every way; each endpoint returns one time in ms."""
+
+    def __init__(self, nbytes: int, receiver: Any) -> None:
+        self._receiver = receiver
+        self._pool = Pool()
+        self._batch = make_batch(nbytes)
+        self._resident = self._pool.alloc(self._batch)
+        self._resident.update_(self._batch)
+        self._flat = torch.ones(flatten(self._batch)[0].nbytes, dtype=torch.uint8)
+        self._copy = torch.zeros_like(self._flat)
+
+    @endpoint
+    async def nbytes(self) -> int:
+        return self._flat.nbytes
+
+    @endpoint
+    async def round(self, name: str) -> float:
+        start = time.monotonic_ns()
+        if name == MEMCPY:
+            ctypes.memmove(self._copy.data_ptr(), self._flat.data_ptr(), self._flat.nbytes)
+            end = time.monotonic_ns()
+        elif name == MAPPED:
+            end = await self._receiver.mapped.call_one(self._pool.put(self._batch))
+        elif name == RESIDENT:
+            end = await self._receiver.mapped.call_one(self._pool.put(self._resident))
+        elif name == TAKE:
+            end = await self._receiver.copied.call_one(self._pool.put(self._batch))
+        else:
+            end = await self._receiver.message.call_one(self._batch if name == MESSAGE else None)
+        return (end - start) / 1e6
+
+    @endpoint
+    async def verify(self) -> list[str]:
+        """Keys that arrive wrong: none."""
+        sums = {key: float(value.double().sum()) for key, value in self._batch.items()}
+        wrong: list[str] = []
+        for td in (self._batch, self._resident):
+            wrong += await self._receiver.differs.call_one(self._pool.put(td), sums)
+        return wrong
+
+    @endpoint
+    async def peak_bytes(self) -> int:
+        return peak_rss_bytes()
+
+
+_RAY = """
+import json, os, sys, time
+os.environ.update(RAY_DEDUP_LOGS="0", RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="disabled")
+import numpy as np, ray
+nbytes = int(sys.argv[1])
+store = max(8 * nbytes, 1 << 29)
+ray.init(num_cpus=2, object_store_memory=store, include_dashboard=False, log_to_driver=False)
+@ray.remote(num_cpus=0)
+class Receiver:
+    def receive(self, array): return time.monotonic_ns()
+@ray.remote(num_cpus=0)
+class Sender:
+    def __init__(self, receiver):
+        self.receiver, self.array = receiver, np.ones(nbytes, dtype=np.uint8)
+        self.ref = ray.put(self.array)
+    def by_reference(self):
+        start = time.monotonic_ns()
+        return (ray.get(self.receiver.receive.remote(self.ref)) - start) / 1e6
+    def put(self):
+        start = time.monotonic_ns()
+        return (ray.get(self.receiver.receive.remote(ray.put(self.array))) - start) / 1e6
+sender = Sender.remote(Receiver.remote())
+for _ in range(5): ray.get([sender.by_reference.remote(), sender.put.remote()])
+print(json.dumps({"version": ray.__version__}), flush=True)
+for line in sys.stdin:
+    print(json.dumps(ray.get(getattr(sender, line.strip()).remote())), flush=True)
+ray.shutdown()
+"""
+
+
+class Ray:
+    """Two Ray actors in the Python of another venv, driven over pipes so that they can take turns."""
+
+    def __init__(self, python: str, nbytes: int) -> None:
+        env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        command = [python, "-c", _RAY, str(nbytes)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+        )
+        self.version = self._ask("")["version"]
+
+    def round(self, name: str) -> float:
+        return float(self._ask("by_reference\n" if name == RAY_REF else "put\n"))
+
+    def peak_bytes(self) -> int:
+        """Of the driver and all that it started; the object store counts once for each that maps it."""
+        return peak_rss_bytes(self._process.pid)
+
+    def close(self) -> None:
+        self._process.communicate(timeout=60)
+
+    def _ask(self, line: str) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(line)
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(
+                f"the Ray process ended with code {self._process.wait()}; see its output above"
+            )
+        return json.loads(answer)
+
+
+@contextlib.contextmanager
+def ray_peer(python: str | None, nbytes: int) -> Iterator[Ray | None]:
+    """The Ray pair when a Python with Ray is given, else None."""
+    if python is None:
+        yield None
+        return
+    with contextlib.closing(Ray(python, nbytes)) as peer:
+        yield peer
+
+
+async def measure(mb: int, rounds: int, ray_python: str | None) -> dict[str, Any]:
+    """The result object: bench, machine, rows, goals."""
+    receiver = this_host().spawn_procs(name="receiver").spawn("receiver", Receiver)
+    sender = this_host().spawn_procs(name="sender").spawn("sender", Sender, mb << 20, receiver)
+    wrong = await sender.verify.call_one()
+    if wrong:
+        raise RuntimeError(f"{wrong} arrived with other values than were sent; do not trust the times")
+    nbytes = await sender.nbytes.call_one()
+    with ray_peer(ray_python, nbytes) as ray:
+        times: dict[str, list[float]] = {n: [] for n in (MEMCPY, MAPPED, RESIDENT, TAKE, EMPTY, MESSAGE)}
+        for _ in range(3):
+            for name in times:
+                await sender.round.call_one(name)
+        times |= {} if ray is None else {RAY_REF: [], RAY_PUT: []}
+        for _ in range(rounds):
+            for name, values in times.items():
+                await asyncio.sleep(SETTLE_S)
+                if name in (RAY_REF, RAY_PUT):
+                    assert ray is not None
+                    values.append(ray.round(name))
+                else:
+                    values.append(await sender.round.call_one(name))
+        peaks = {
+            "sender": await sender.peak_bytes.call_one(),
+            "receiver": await receiver.peak_bytes.call_one(),
+        }
+        if ray is not None:
+            peaks["ray, all processes"] = ray.peak_bytes()
+    peaks["controller"] = peak_rss_bytes() - sum(peaks[role] for role in ("sender", "receiver"))
+    return _result(times, nbytes, peaks, None if ray is None else ray.version)
+
+
+def _result(
+    times: dict[str, list[float]], nbytes: int, peaks: dict[str, int], ray_version: str | None
+) -> dict[str, Any]:
+    rows = [
+        {
+            "name": name,
+            "median_ms": round(statistics.median(values), 3),
+            "min_ms": round(min(values), 3),
+            "over_memcpy": round(
+                statistics.median(v / m for v, m in zip(values, times[MEMCPY], strict=True)), 3
+            ),
+            "rounds": len(values),
+        }
+        for name, values in times.items()
+    ]
+    by_name = {row["name"]: row for row in rows}
+    found: dict[str, Any] = {
+        "mapped_over_memcpy": by_name[MAPPED]["over_memcpy"],
+        "resident_ms": by_name[RESIDENT]["median_ms"],
+    }
+    return {
+        "bench": "channel",
+        "machine": {
+            "cpus": os.cpu_count(),
+            "arch": platform.machine(),
+            "kernel": platform.release(),
+            "load": round(os.getloadavg()[0], 1),
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "ray": ray_version,
+        },
+        "nbytes": nbytes,
+        "rows": rows,
+        "peak_rss_bytes": peaks,
+        "goals": [
+            {"name": name, "value": found[name], "target": target, "met": bool(found[name] <= target)}
+            for name, target in GOALS.items()
+        ],
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    """The tables, then the JSON object as the last line."""
+    console = Console(width=110)
+    table = Table(title=f"one way between two actors, {result['nbytes'] / 2**20:.1f} MiB")
+    for column in ("", "median ms", "min ms", "x memcpy"):
+        table.add_column(column, justify="left" if not column else "right")
+    for row in result["rows"]:
+        table.add_row(row["name"], *(f"{row[k]:.2f}" for k in ("median_ms", "min_ms", "over_memcpy")))
+    console.print(table)
+    memory = Table(title="peak memory, pages of shared segments included")
+    memory.add_column("process")
+    memory.add_column("MiB", justify="right")
+    for role, peak in result["peak_rss_bytes"].items():
+        memory.add_row(role, f"{peak / 2**20:.0f}")
+    console.print(memory)
+    for goal in result["goals"]:
+        met = "met" if goal["met"] else "NOT met"
+        console.print(f"{goal['name']}: {goal['value']} (at most {goal['target']}) {met}")
+    print(json.dumps(result), flush=True)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m apps.bench.channel", description=(__doc__ or "").split("\n\n")[0]
+    )
+    parser.add_argument("--mb", type=int, default=64, help="size of the TensorDict in MiB")
+    parser.add_argument("--rounds", type=int, default=30, help="rounds; each runs every way once")
+    parser.add_argument("--ray-python", help="Python of a venv that has ray and numpy")
+    args = parser.parse_args()
+    show(asyncio.run(measure(args.mb, args.rounds, args.ray_python)))
+    shutdown_context().get()
+    sys.stdout.flush()
+    os._exit(0)  # Monarch's own exit handlers have been seen to print a fatal error after a clean run
+
+
+if __name__ == "__main__":
+    # Actors of `__main__` are pickled by value; those of a module that the processes can import are not.
+    root = str(Path(__file__).resolve().parents[2])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    from apps.bench import channel
+
+    channel.main()

@@ -1,0 +1,134 @@
+"""Asynchronous GRPO.
+
+    python apps/grpo/main.py                                              # CPU, one machine, the default preset
+    python apps/grpo/main.py --config apps/grpo/tiny.yaml --mesh.debug    # every actor in this process, for pdb
+    torchrun --nproc-per-node 8 apps/grpo/main.py --config apps/grpo/qwen3_1_7b.yaml
+
+    prompts -> rollout_loop x N -> replay -> train_loop -> weight_loop -> generators
+
+Each loop waits for one thing only, named in its docstring. `apps.grpo.spawn.py` spawns the actors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from actors.rollout import rollout_group
+from weightsync.sync import Applied
+
+from apps.grpo.spawn import Actors, spawn_actors
+from apps.grpo.config import DEFAULT_PRESET, AppConfig, plan_run
+from forge import config, launch
+from forge.launch import Hosts, Stopping
+from forge.mesh import Cluster
+from forge.metrics import Meter
+from forge.report import RunLog
+from forge.run_folder import EpisodeRecord
+
+
+@dataclass
+class Run:
+    """What the loops share."""
+
+    cfg: AppConfig
+    actors: Actors
+    log: RunLog
+    meter: Meter = field(default_factory=Meter)
+    episodes: list[EpisodeRecord] = field(default_factory=list)
+    memory: dict[str, int] = field(default_factory=dict)
+
+
+async def rollout_loop(run: Run) -> None:
+    """Waits for a free slot; unblocked when the generators hold newer weights."""
+    actors, grpo = run.actors, run.cfg.grpo
+    while (ticket := await actors.replay.reserve()) is not None:
+        rollout = await rollout_group(
+            await actors.prompts.next(),
+            actors.generators,
+            actors.reward,
+            group_id=ticket.seq,
+            group_size=grpo.group_size,
+            advantage=grpo.advantage,
+            decode=actors.decode,
+            seed=run.cfg.seed,
+            reference=actors.reference,
+        )
+        run.meter.add("tokens/generated", rollout.num_tokens)
+        run.episodes = rollout.records()
+        await actors.replay.add(ticket, rollout.group)
+
+
+async def train_loop(run: Run) -> None:
+    """Waits for a batch, never for a generator or a transfer."""
+    actors, meter, version = run.actors, run.meter, 0
+    while version < run.cfg.trainer.steps:
+        with meter.timed("time/wait_batch_s"):
+            batch = await actors.replay.sample(version, actors.trainer.world)
+        if batch is None:
+            break
+        with meter.timed("time/step_s"):
+            result = await actors.trainer.step(batch.handles)
+        version = result.policy_version
+        with meter.timed("time/publish_stall_s"):
+            await actors.sync.publish(version)
+        numbers = {"step": version, "policy_version": version, **batch.stats, **result.metrics}
+        run.log.step({**numbers, **meter.lap()}, run.episodes)
+        run.memory["trainer"] = result.peak_rss_bytes
+    await actors.replay.close()
+    actors.sync.close()
+
+
+async def weight_loop(run: Run) -> None:
+    """Waits for a newer snapshot; frees the slots of batches whose weights the generators now hold."""
+
+    async def on_applied(applied: Applied) -> None:
+        run.meter.longest("generator/pause_s", applied.pause_s)
+        await run.actors.replay.release(applied.version)
+
+    await run.actors.sync.run(on_applied)
+
+
+async def main(cfg: AppConfig, hosts: Hosts, stopping: Stopping) -> None:
+    """Spawns the actors, runs the loops until the last step or Ctrl-C, writes the checkpoint."""
+    yaml, live = config.to_yaml(cfg), False if cfg.mesh.debug else None
+    placement = plan_run(cfg, hosts.slots_per_host, hosts.num_hosts)
+    with RunLog(cfg.run, yaml, cfg.trainer.steps, name=cfg.model, live=live) as log:
+        async with Cluster(hosts, placement, debug=cfg.mesh.debug) as cluster:
+            with stopping.at_once():
+                run = Run(cfg, await spawn_actors(cfg, cluster, log.note), log)
+            await train(run, cluster, stopping)
+    log.print_table(run.memory)
+
+
+async def train(run: Run, cluster: Cluster, stopping: Stopping) -> None:
+    """All loops side by side; an error in any of them, or a dead actor, ends all."""
+    actors = run.actors
+    async with asyncio.TaskGroup() as tasks:
+        weights = tasks.create_task(weight_loop(run))
+        others = [tasks.create_task(rollout_loop(run)) for _ in range(actors.num_rollouts)]
+        others += [tasks.create_task(cluster.watch()), tasks.create_task(_close_on(stopping, run))]
+        await train_loop(run)
+        await weights
+        run.log.note("writing the checkpoint")
+        run.memory |= await actors.save_and_shut_down(run.log.checkpoint)
+        for task in others:
+            task.cancel()
+
+
+async def _close_on(stopping: Stopping, run: Run) -> None:
+    """After the first Ctrl-C nobody waits for a batch any more; a step that runs ends as usual."""
+    await stopping.wait()
+    await run.actors.replay.close()
+
+
+if __name__ == "__main__":
+    slots, num_hosts = launch.leave_spare_ranks()
+    cfg = config.parse(
+        AppConfig,
+        default_config=DEFAULT_PRESET,
+        prog="apps/grpo/main.py",
+        description=__doc__ or "",
+        validate=lambda c: plan_run(c, slots, num_hosts),
+    )
+    launch.run(lambda hosts, stopping: main(cfg, hosts, stopping), launch.bring_up())

@@ -1,0 +1,101 @@
+"""What a failed run tells its user: one cause, printed once, and an exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+
+from forge.errors import ActorFailed, ConfigError, DeadlineExceeded, LaunchError, RewardError, RunFolderError
+
+# Their text says all; a traceback through our own code would only hide it.
+_SELF_EXPLAINING = (ActorFailed, ConfigError, DeadlineExceeded, LaunchError, RewardError, RunFolderError)
+
+
+def print_failure(error: BaseException) -> int:
+    """Print the root cause of `error` on stderr, once; the exit code: 2 for a ConfigError, else 1."""
+    root = root_cause(error)
+    print(describe(root), file=sys.stderr, flush=True)
+    for other in _leaves(error):
+        if isinstance(other, ActorFailed) and other is not root:
+            print(f"at the same time: {_first_line(other)}", file=sys.stderr, flush=True)
+    return 2 if isinstance(root, ConfigError) else 1
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The one exception behind `error`, which may be a TaskGroup's.
+
+    An exception of user code comes before an ActorFailed, which names the dead actor, and that before the
+    SupervisionErrors with which calls to that actor fail as a consequence.
+    """
+    return min(_leaves(error), key=_rank)
+
+
+def describe(error: BaseException) -> str:
+    """What a user needs to see: a typed error's text, an actor's traceback, or else the one here."""
+    remote = _remote_exception(error)
+    if isinstance(remote, _SELF_EXPLAINING):
+        return f"{type(remote).__name__}: {remote}\n({_first_line(error).rstrip('.')})"
+    if remote is not None:
+        return str(error).rstrip()
+    if isinstance(error, _SELF_EXPLAINING):
+        return f"{type(error).__name__}: {error}"
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+def explain(report: str) -> str:
+    """Monarch's report of a failure, in a user's words: which rank, and what ended it."""
+    place = re.search(r"'procs': (\d+)/(\d+)\}", report)
+    rank = f"rank {place[1]} of {place[2]}: " if place and place[2] != "1" else ""
+    killed = re.search(r"Killed\(sig=(\d+)", report)
+    if killed:
+        number = int(killed[1])
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        hint = "; the kernel does that when memory runs out, see dmesg" if number == signal.SIGKILL else ""
+        return f"{rank}its process was killed by {name}{hint}"
+    exited = re.search(r"exited with non-zero code (-?\d+)", report)
+    if exited:
+        return f"{rank}its process exited with code {exited[1]}"
+    _, aborted, text = report.partition("actor explicitly aborted due to: ")
+    if aborted:
+        return f"{rank}it raised where no caller waits for the answer\n{text.rstrip()}"
+    return rank + report.strip()
+
+
+def is_supervision_error(error: BaseException) -> bool:
+    """Whether a call failed because its actor is dead: Monarch's SupervisionError, not exported."""
+    return type(error).__name__ == "SupervisionError"
+
+
+def _rank(error: BaseException) -> int:
+    if isinstance(error, asyncio.CancelledError):
+        return 3
+    if is_supervision_error(error):
+        return 2
+    return 1 if isinstance(error, ActorFailed) else 0
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    """The exceptions of a group in order, depth first; the exception itself where it is no group."""
+    if isinstance(error, BaseExceptionGroup):
+        for member in error.exceptions:
+            yield from _leaves(member)
+    else:
+        yield error
+
+
+def _remote_exception(error: BaseException) -> BaseException | None:
+    """The exception that an actor raised, where `error` is Monarch's ActorError around it."""
+    if type(error).__name__ != "ActorError":
+        return None
+    inner = getattr(error, "exception", None)
+    if not isinstance(inner, BaseException):
+        return None
+    return _remote_exception(inner) or inner
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0]

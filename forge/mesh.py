@@ -1,0 +1,285 @@
+"""The actors of a run: spawning them where the placement says, noticing their death, ending them.
+
+    async with Cluster(hosts, placement) as cluster:
+        trainer = await cluster.spawn("trainer", Trainer, cfg)
+        generators = [await cluster.spawn("generator", Generator, cfg, replica=i) for i in range(n)]
+        judge = await cluster.spawn("judge", Judge)     # a role of your own: one process on host cores
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(cluster.watch())          # raises ActorFailed when a process dies
+            ...
+
+Each replica of a role is one Monarch mesh with a name of its own. Actors must be importable: the processes
+see the project root and whatever the controller's own module path starts with, never the current directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import sysconfig
+from collections.abc import Awaitable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+
+from forge.errors import ActorFailed, ConfigError, DeadlineExceeded
+from forge.failure import explain, is_supervision_error, root_cause
+from forge.launch import RUN_ID_ENV, Hosts, kill_marked
+from forge.placement import (
+    MeshConfig,
+    Placement,
+    ReplicaPlacement,
+    RoleConfig,
+    RolePlacement,
+    detect_device,
+    place,
+    plan_placement,
+)
+
+if TYPE_CHECKING:
+    from monarch.actor import Actor, MeshFailure, Point, ProcMesh
+
+__all__ = [
+    "Cluster",
+    "MeshConfig",
+    "Placement",
+    "ReplicaPlacement",
+    "RoleConfig",
+    "RolePlacement",
+    "detect_device",
+    "place",
+    "plan_placement",
+    "within",
+]
+
+T = TypeVar("T")
+_ROOT = Path(__file__).resolve().parent.parent
+# Each process carries a log forwarder of Monarch's under this name; its death only repeats the process's.
+_MONARCH_LOGGER = "logger"
+
+
+async def within(seconds: float, what: str, awaitable: Awaitable[T]) -> T:
+    """The result of `awaitable`, or DeadlineExceeded after `seconds` saying that `what` did not happen.
+
+    A Monarch call that runs out of time is no longer waited for, but goes on in its actor.
+    """
+    try:
+        async with asyncio.timeout(seconds) as scope:
+            return await awaitable
+    except TimeoutError:
+        if not scope.expired():
+            raise
+    raise DeadlineExceeded(f"waited {seconds:g} s for {what}, in vain")
+
+
+class Cluster:
+    """The meshes of one run; an async context manager that leaves no process behind.
+
+    While nobody watches (`watch`), a failure cancels the body of the `async with` block, which then raises
+    the ActorFailed; so start-up is covered too. One cluster at a time in a process.
+    """
+
+    _current: Cluster | None = None
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        placement: Placement,
+        *,
+        debug: bool = False,
+        spawn_timeout_s: float = 120.0,
+        stop_timeout_s: float = 10.0,
+    ) -> None:
+        """debug: actors are threads of this process. spawn_timeout_s: until a replica's processes are up.
+        stop_timeout_s: until a mesh that will not end is killed."""
+        self._hosts = hosts
+        self._placement = placement
+        self._debug = debug
+        self._spawn_timeout_s = spawn_timeout_s
+        self._stop_timeout_s = stop_timeout_s
+        self._meshes: dict[str, Any] = {}
+        self._leaving = False
+        self._ending = False
+        self._watchers = 0
+        self._cancelled_body = False
+        self.failure: ActorFailed | None = None
+
+    @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        """What the roles with device slots run on."""
+        return self._placement.device
+
+    def procs(self, role: str) -> int:
+        """Ranks of one replica of `role`: the trainer's world size, a generator's tensor-parallel size."""
+        placed = self._placement.roles.get(role)
+        return placed.procs if placed else 1
+
+    def replicas(self, role: str) -> int:
+        """Number of replicas of `role`."""
+        placed = self._placement.roles.get(role)
+        return len(placed.replicas) if placed else 1
+
+    async def spawn(
+        self,
+        role: str,
+        actor_class: type[Actor],
+        *args: Any,
+        replica: int = 0,
+        env: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The Monarch mesh of `actor_class(*args, **kwargs)` on the processes of one replica of `role`.
+
+        Returns when the processes are up; the class is imported and constructed there afterwards, and a
+        failure of that shows as ActorFailed. A role that the placement does not list is one process on host
+        cores. env: more environment for the processes (in debug mode for this process).
+        Raises ConfigError for a name that is taken or cannot name a mesh.
+        """
+        place = self._placement.replica(role, replica)
+        if not place.name.isidentifier() or place.name == _MONARCH_LOGGER:
+            raise ConfigError(
+                f"role {role!r} cannot name a mesh; use letters, digits and underscores, "
+                f"and not {_MONARCH_LOGGER!r}"
+            )
+        if place.name in self._meshes:
+            raise ConfigError(f"mesh {place.name} exists already; use another role name or replica number")
+        procs = self._this_process(env or {}) if self._debug else self._start_processes(place, env or {})
+        if not self._debug:
+            self._meshes[place.name] = procs
+            await within(self._spawn_timeout_s, f"the processes of {place.name}", procs.initialized)
+        actor = procs.spawn(place.name, actor_class, *args, **kwargs)
+        if self._debug:
+            self._meshes[place.name] = actor
+        await within(self._spawn_timeout_s, f"the actors of {place.name}", actor.initialized)
+        return actor
+
+    def _this_process(self, env: Mapping[str, str]) -> ProcMesh:
+        """Debug mode: actors are threads of this process, so that a debugger reaches the terminal."""
+        from monarch.actor import this_proc
+
+        os.environ.update(env)
+        return this_proc()
+
+    def _start_processes(self, place: ReplicaPlacement, env: Mapping[str, str]) -> ProcMesh:
+        """Start the processes of a replica, each with its own environment."""
+        from monarch.actor import default_bootstrap_cmd
+
+        command = default_bootstrap_cmd()
+        # -P keeps the current directory off the module path: a package there could pass for one of ours.
+        command.args = ["-P", "-m", "forge.child", *command.args]
+        common = {**env, "PYTHONPATH": _module_path(), RUN_ID_ENV: f"{self._hosts.run_id}/{place.name}"}
+
+        def bootstrap(point: Point) -> Any:
+            return command.with_env({**place.envs[point.rank], **common})
+
+        mesh = self._hosts.mesh
+        if self._hosts.num_hosts > 1:
+            mesh = mesh.slice(hosts=slice(place.first_host, place.first_host + place.num_hosts))
+        return mesh.spawn_procs(
+            per_host={"procs": place.processes_per_host}, name=place.name, bootstrap_command=bootstrap
+        )
+
+    async def watch(self) -> NoReturn:
+        """Run until an actor fails, then raise ActorFailed, within about a second of the death."""
+        self._watchers += 1
+        try:
+            await self._failed.wait()
+        finally:
+            self._watchers -= 1
+        assert self.failure is not None
+        raise self.failure
+
+    def fail(self, name: str, reason: str) -> None:
+        """Declare the actor `name` dead; the first declaration counts. Call it on the cluster's own loop."""
+        if self._ending or self.failure is not None:
+            return
+        self.failure = ActorFailed(name, reason)
+        self._failed.set()
+        if self._watchers == 0 and not self._leaving:
+            self._cancelled_body = True
+            self._body.cancel()
+
+    async def __aenter__(self) -> Cluster:
+        import monarch.actor
+
+        if Cluster._current is not None:
+            raise RuntimeError("a Cluster is open in this process already; close it first")
+        body = asyncio.current_task()
+        assert body is not None
+        self._body = body
+        self._cancelling = body.cancelling()
+        self._failed = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        Cluster._current = self
+        # Stays for good: late failures of meshes that have been stopped must not end the process either.
+        monarch.actor.unhandled_fault_hook = _on_fault
+        return self
+
+    async def __aexit__(
+        self, _type: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
+    ) -> None:
+        self._leaving = True
+        dead_actor = error is not None and is_supervision_error(root_cause(error))
+        try:
+            if dead_actor:
+                # A call failed because its actor is dead; who died, and of what, arrives by another way.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._failed.wait(), timeout=2.0)
+        finally:
+            self._ending = True
+            try:
+                await self._stop_all()
+            except asyncio.CancelledError:
+                if not self._cancelled_body:
+                    raise
+            finally:
+                Cluster._current = None
+        if self.failure is None:
+            return
+        cancelled_by_us = self._cancelled_body and self._body.uncancel() <= self._cancelling
+        if error is None or dead_actor or (cancelled_by_us and isinstance(error, asyncio.CancelledError)):
+            raise self.failure from None
+
+    async def _stop_all(self) -> None:
+        """Stop every mesh at once. Cancelling does not cut this short: it ends by itself at its deadline."""
+        stops = asyncio.gather(*(self._stop(name, mesh) for name, mesh in self._meshes.items()))
+        self._meshes = {}
+        try:
+            await asyncio.shield(stops)
+        except asyncio.CancelledError:
+            await stops
+            raise
+
+    async def _stop(self, name: str, mesh: Any) -> None:
+        """Stop one mesh; processes that outlive the deadline are killed."""
+        try:
+            async with asyncio.timeout(self._stop_timeout_s):
+                await mesh.stop()
+        except Exception as error:
+            killed = kill_marked(self._hosts.run_id, name=name)
+            reason = f"{type(error).__name__}: {error}".rstrip(": ")
+            print(f"mesh {name} did not stop ({reason}); killed {killed} process(es)", file=sys.stderr)
+
+
+def _on_fault(failure: MeshFailure) -> None:
+    """Monarch's hook for failures that no actor handled; runs on a thread of Monarch's."""
+    cluster = Cluster._current
+    # mesh_name is the name given at spawn, a dash and a unique suffix.
+    name = failure.mesh_name.rpartition("-")[0] or failure.mesh_name
+    if cluster is None or cluster._ending or name == _MONARCH_LOGGER:
+        return
+    cluster._loop.call_soon_threadsafe(cluster.fail, name, explain(failure.report()))
+
+
+def _module_path() -> str:
+    """PYTHONPATH of the actor processes: the project root, then what precedes the standard library here."""
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    entries = [str(_ROOT)]
+    for entry in sys.path:
+        path = Path(entry or os.getcwd()).absolute()
+        if path == stdlib or (path.suffix == ".zip" and path.parent == stdlib.parent):
+            break
+        entries.append(str(path))
+    return os.pathsep.join(dict.fromkeys(entries))

@@ -1,0 +1,331 @@
+"""The waits of a run: who wakes whom, deadlines, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from forge import channel
+from forge.batch import check_batch, make_group
+from forge.errors import ConfigError, DeadlineExceeded, RewardError, SchemaError, StalenessError
+from replay.service import Replay, ReplayConfig, SampledBatch
+from replay.staleness import Ticket
+
+
+def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Runs `main`; what hangs fails instead of stopping the suite."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await main()
+
+    asyncio.run(bounded())
+
+
+def group(*versions: list[int], rewards: list[float] | None = None) -> TensorDict:
+    """A group with one episode for each list of token versions; two fresh ones of version 0 by default."""
+    versions = versions or ([0, 0], [0])
+    tokens = [[1] * len(v) for v in versions]
+    td = make_group([7, 8], tokens, [[-0.5] * len(v) for v in versions], versions, group_id=0)
+    td["rewards"] = torch.tensor(rewards or [float(i) for i in range(len(versions))])
+    return td
+
+
+def make(max_staleness: int = 0, groups_per_step: int = 1, timeout_s: float = 30, **options: Any) -> Replay:
+    cfg = ReplayConfig(max_staleness, reserve_timeout_s=timeout_s, sample_timeout_s=timeout_s)
+    return Replay(cfg, groups_per_step=groups_per_step, **options)
+
+
+async def reserved(replay: Replay) -> Ticket:
+    ticket = await replay.reserve()
+    assert ticket is not None
+    return ticket
+
+
+async def sampled(replay: Replay, policy_version: int, num_shards: int = 1) -> SampledBatch:
+    batch = await replay.sample(policy_version, num_shards)
+    assert batch is not None
+    return batch
+
+
+async def settle() -> None:
+    """Lets every task run until it waits."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_a_waiting_reserve_is_woken_by_a_release_in_the_order_of_asking() -> None:
+    async def main() -> None:
+        replay = make(0, 2)
+        for _ in range(2):
+            await replay.add(await reserved(replay), group())
+        await sampled(replay, 0)
+        order: list[int] = []
+
+        async def ask(name: int) -> None:
+            if await replay.reserve():
+                order.append(name)
+
+        tasks = [asyncio.create_task(ask(name)) for name in range(3)]
+        await settle()
+        assert order == []
+        await replay.release(1)
+        await settle()
+        assert order == [0, 1]
+        await replay.close()
+        await asyncio.gather(*tasks)
+        assert order == [0, 1], "a slot was granted after the end"
+
+    run(main)
+
+
+@pytest.mark.parametrize("how", ["fail", "degenerate", "malformed"])
+def test_a_waiting_reserve_is_woken_by_a_group_that_leaves(how: str) -> None:
+    async def main() -> None:
+        replay = make(0, 1, degenerate="drop")
+        ticket = await reserved(replay)
+        waiting = asyncio.create_task(replay.reserve())
+        await settle()
+        assert not waiting.done()
+        match how:
+            case "fail":
+                await replay.fail(ticket)
+            case "degenerate":
+                await replay.add(ticket, group(rewards=[0.35, 0.35]))
+            case "malformed":
+                with pytest.raises(SchemaError, match="rewards is missing"):
+                    await replay.add(ticket, group().exclude("rewards"))
+        assert await waiting == Ticket(1, 0)
+
+    run(main)
+
+
+def test_a_waiting_reserve_is_woken_when_sampling_drops_a_stale_group() -> None:
+    async def main() -> None:
+        replay = make(1, 1, start_version=4)
+        first, second = await reserved(replay), await reserved(replay)
+        waiting = asyncio.create_task(replay.reserve())
+        await replay.add(first, group([4, 4], [4]))
+        await replay.add(second, group([4, 2], [4]))
+        batch = await sampled(replay, 4)
+        assert batch.stats["episodes/dropped"] == 2
+        await replay.release(5)
+        assert await waiting == Ticket(2, 4)
+
+    run(main)
+
+
+def test_a_waiting_sample_is_woken_by_the_last_group_of_its_batch() -> None:
+    async def main() -> None:
+        replay = make(0, 2)
+        tickets = [await reserved(replay) for _ in range(2)]
+        waiting = asyncio.create_task(replay.sample(0))
+        await replay.add(tickets[1], group())
+        await settle()
+        assert not waiting.done()
+        await replay.add(tickets[0], group([0]))
+        batch = await waiting
+        assert batch is not None
+        assert channel.take(batch.handles[0])["group_id"].tolist() == [0, 1, 1]
+
+    run(main)
+
+
+def test_a_group_may_come_as_a_handle_or_as_a_tensordict() -> None:
+    async def main() -> None:
+        replay = make(0, 2)
+        sent = group()
+        await replay.add(await reserved(replay), channel.put(sent))
+        await replay.add(await reserved(replay), sent)
+        received = channel.take((await sampled(replay, 0)).handles[0])
+        check_batch(received)
+        for key in ("tokens", "token_versions", "behavior_logprobs", "loss_mask", "rewards"):
+            assert torch.equal(received[key], torch.cat([sent[key], sent[key]])), key
+        assert sent["group_id"].tolist() == [0, 0], "the caller's group was changed"
+
+    run(main)
+
+
+def test_each_rank_gets_its_own_whole_episodes() -> None:
+    async def main() -> None:
+        replay = make(0, 2)
+        for _ in range(2):
+            await replay.add(await reserved(replay), group([0] * 9, [0] * 3, [0] * 3))
+        batch = await sampled(replay, 0, num_shards=3)
+        shards = [channel.take(handle) for handle in batch.handles]
+        assert sorted(int(shard["lengths"].sum()) for shard in shards) == [11, 15, 16]
+        assert sum(shard.batch_size[0] for shard in shards) == 6
+        for shard in shards:
+            check_batch(shard)
+
+    run(main)
+
+
+def test_more_ranks_than_episodes_is_an_error() -> None:
+    async def main() -> None:
+        replay = make(0, 1)
+        await replay.add(await reserved(replay), group())
+        with pytest.raises(ConfigError, match="num_shards is 3, the batch has 2 episodes"):
+            await replay.sample(0, num_shards=3)
+
+    run(main)
+
+
+def test_the_stats_of_a_batch_speak_of_its_episodes_and_of_the_time_since_the_last() -> None:
+    async def main() -> None:
+        replay = make(2, 2, degenerate="drop", start_version=7)
+        tickets = [await reserved(replay) for _ in range(6)]
+        await replay.add(tickets[0], group([6, 7], [7], rewards=[0.0, 1.0]))
+        await replay.add(tickets[1], group([7], [7], rewards=[0.5, 0.5]))
+        await replay.add(tickets[2], group([4], [7, 7], rewards=[0.0, 1.0]))
+        await replay.add(tickets[3], group([5, 5], [7, 7], rewards=[2.0, 1.0]))
+        await replay.add(tickets[4], group([7], [7], rewards=[0.0, 1.0]))
+        stats = (await sampled(replay, 7)).stats
+        assert stats.pop("replay/admission_wait_s") >= 0
+        assert stats == {
+            "staleness/mean": 0.75,
+            "staleness/max": 2.0,
+            "staleness/bound": 2.0,
+            "reward/mean": 1.0,
+            "reward/std": pytest.approx(0.5**0.5),
+            "tokens/trained": 7.0,
+            "tokens/wasted": 5.0,
+            "episodes/trained": 4.0,
+            "episodes/dropped": 4.0,
+            "groups/degenerate": 1.0,
+            "replay/queued_groups": 1.0,
+            "replay/running_groups": 1.0,
+        }
+        await replay.add(tickets[5], group([7], [7]))
+        later = (await sampled(replay, 8)).stats
+        assert (later["tokens/wasted"], later["groups/degenerate"], later["staleness/max"]) == (0, 0, 1)
+
+    run(main)
+
+
+def test_reserve_gives_up_at_its_deadline_naming_who_holds_the_slots() -> None:
+    async def main() -> None:
+        replay = make(0, 1, timeout_s=0.05)
+        await replay.add(await reserved(replay), group())
+        await sampled(replay, 0)
+        with pytest.raises(
+            DeadlineExceeded, match=r"waited 0\.05 s for a free replay slot: .*\(versions: 1; released: 0"
+        ):
+            await replay.reserve()
+        await replay.release(1)
+        assert await replay.reserve() == Ticket(1, 1), "the reserve that gave up kept a slot"
+
+    run(main)
+
+
+def test_sample_gives_up_at_its_deadline_naming_the_missing_groups() -> None:
+    async def main() -> None:
+        replay = make(0, 2, timeout_s=0.05)
+        await replay.add(await reserved(replay), group())
+        late = await reserved(replay)
+        with pytest.raises(
+            DeadlineExceeded, match=r"policy_version 0: 1 of the next 2 .* running: seq 1 since 0\.\d s"
+        ):
+            await replay.sample(0)
+        await replay.add(late, group())
+        assert await replay.sample(0) is not None
+
+    run(main)
+
+
+def test_close_ends_every_wait_and_what_comes_later() -> None:
+    async def main() -> None:
+        replay = make(0, 2)
+        tickets = [await reserved(replay) for _ in range(2)]
+        waits = [asyncio.create_task(replay.reserve()) for _ in range(3)]
+        sample = asyncio.create_task(replay.sample(0))
+        await settle()
+        await replay.close()
+        assert [await wait for wait in waits] == [None] * 3
+        assert await sample is None
+        assert await replay.reserve() is None
+        assert await replay.sample(0) is None
+        await replay.add(tickets[0], channel.put(group()))
+        await replay.fail(tickets[1])
+        await replay.release(1)
+        await replay.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("granted_first", [False, True])
+def test_a_cancelled_reserve_leaves_no_slot_taken(granted_first: bool) -> None:
+    async def main() -> None:
+        replay = make(0, 1)
+        ticket = await reserved(replay)
+        waiting = asyncio.create_task(replay.reserve())
+        await settle()
+        if granted_first:
+            await replay.fail(ticket)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await replay.fail(ticket)
+        assert await replay.reserve() is not None
+
+    run(main)
+
+
+def test_a_second_sampler_is_refused_and_the_first_goes_on() -> None:
+    async def main() -> None:
+        replay = make(0, 1)
+        ticket = await reserved(replay)
+        first = asyncio.create_task(replay.sample(0))
+        await settle()
+        with pytest.raises(StalenessError, match="another sample waits"):
+            await replay.sample(0)
+        await replay.add(ticket, group())
+        assert await first is not None
+
+    run(main)
+
+
+def test_a_cancelled_sample_may_be_asked_again() -> None:
+    async def main() -> None:
+        replay = make(0, 1)
+        ticket = await reserved(replay)
+        waiting = asyncio.create_task(replay.sample(0))
+        await settle()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await replay.add(ticket, group())
+        assert await replay.sample(0) is not None
+
+    run(main)
+
+
+def test_a_filter_that_rejects_everything_ends_in_an_error_not_in_a_hang() -> None:
+    async def main() -> None:
+        cfg = ReplayConfig(max_degenerate_in_a_row=20)
+        replay = Replay(cfg, groups_per_step=2, degenerate="drop", reward_name="apps.x:flat")
+
+        async def rollout() -> None:
+            while ticket := await replay.reserve():
+                await replay.add(ticket, group(rewards=[1.0, 1.0]))
+
+        waiting = asyncio.create_task(replay.sample(0))
+        with pytest.raises(RewardError, match=r"20 groups in a row .*apps\.x:flat"):
+            await rollout()
+        waiting.cancel()
+
+    run(main)
+
+
+KEYS = ["max_staleness", "reserve_timeout_s", "sample_timeout_s", "max_degenerate_in_a_row"]
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_config_that_cannot_work_is_refused_by_its_key(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"replay.{name} must be .*, got -1"):
+        ReplayConfig(**{name: -1})
