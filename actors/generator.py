@@ -15,7 +15,7 @@ from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint, endpoint
 
-from actors.vllm_engine import Completion, EngineConfig, Sampling, VllmEngine
+from actors.vllm_engine import Completion, EngineOptions, Sampling, VllmEngine
 from forge.errors import ConfigError
 from forge.memory import peak_rss_bytes
 from forge.mesh import within
@@ -55,7 +55,9 @@ class GeneratorConfig:
                 f"generator.temperature must be > 0, got {self.temperature}; greedy decoding has no policy gradient"
             )
         if not 0 < self.top_p <= 1:
-            raise ConfigError(f"generator.top_p must lie in (0, 1], got {self.top_p}; use 1 for the whole vocabulary")
+            raise ConfigError(
+                f"generator.top_p must lie in (0, 1], got {self.top_p}; use 1 for the whole vocabulary"
+            )
         for name in ("top_k", "kv_cache_bytes"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"generator.{name} must be >= 0, got {getattr(self, name)}")
@@ -86,12 +88,19 @@ class Generator:
     """One replica, without Monarch."""
 
     def __init__(
-        self, config: GeneratorConfig, model: str, dtype: str, *, seed: int, stop_ids: Sequence[int], procs: int = 1
+        self,
+        config: GeneratorConfig,
+        model: str,
+        dtype: str,
+        *,
+        seed: int,
+        stop_ids: Sequence[int],
+        procs: int = 1,
     ) -> None:
         self._config = config
         self._stop_ids = list(stop_ids)
         self._engine = VllmEngine(
-            EngineConfig(
+            EngineOptions(
                 model=model,
                 dtype=dtype,
                 max_model_len=config.max_model_len,
@@ -147,7 +156,9 @@ class Generator:
             ]
             # Leaving the wait early, by deadline or by cancellation, cancels and so aborts what still runs.
             completions = await within(
-                self._config.request_timeout_s, f"{len(prompts)} completions of {name}", asyncio.gather(*requests)
+                self._config.request_timeout_s,
+                f"{len(prompts)} completions of {name}",
+                asyncio.gather(*requests),
             )
         finally:
             del self._request_ids[name]
@@ -237,6 +248,9 @@ class Replica:
         self.mesh = mesh
         self.running = 0
 
+    async def setup(self, warm_up: Sequence[int] = ()) -> None:
+        await self.mesh.setup.call_one(warm_up)
+
     async def connect(self, endpoint: Endpoint) -> None:
         await self.mesh.connect.call_one(endpoint)
 
@@ -249,9 +263,6 @@ class Generators:
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self.replicas = list(replicas)
-
-    async def setup(self, warm_up: Sequence[int] = ()) -> None:
-        await asyncio.gather(*(r.mesh.setup.call_one(warm_up) for r in self.replicas))
 
     async def generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], max_new_tokens: int | None = None

@@ -7,6 +7,7 @@ of `max_tokens`, positions restarting at each; attention keeps them apart by tho
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -39,7 +40,7 @@ class MicroBatch:
     def to(self, device: str) -> MicroBatch:
         if device == "cpu":
             return self
-        tensors = {k: v for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
+        tensors: dict[str, Any] = {k: v for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
         return replace(self, **{k: v.to(device, non_blocking=True) for k, v in tensors.items()})
 
 
@@ -52,7 +53,7 @@ def micro_batches(batch: TensorDict, max_tokens: int, *, packing: bool) -> list[
     longest = max(lengths)
     if longest > max_tokens:
         raise ConfigError(
-            f"an episode has {longest} tokens, trainer.microbatch_tokens is {max_tokens}; raise it to at least {longest}"
+            f"an episode has {longest} tokens, trainer.microbatch_tokens is {max_tokens}; raise it to {longest} or more"
         )
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     if packing:
@@ -101,7 +102,7 @@ def _episodes(batch: TensorDict, rows: list[int]) -> dict[str, torch.Tensor | No
     return {
         "loss_mask": mask,
         "behavior_logprobs": clean("behavior_logprobs"),
-        "ref_logprobs": clean("ref_logprobs") if "ref_logprobs" in batch.keys() else None,
+        "ref_logprobs": None if batch.get("ref_logprobs", None) is None else clean("ref_logprobs"),
         "advantages": batch["advantages"][index],
     }
 
@@ -123,5 +124,9 @@ def _packed(batch: TensorDict, rows: list[int]) -> MicroBatch:
     mask = torch.cat([batch["loss_mask"][row, span] for row, span in pieces])
     positions = torch.cat([torch.arange(length) for length in lengths])
     return MicroBatch(
-        tuple(rows), tokens[None], positions[None], mask[None], **_episodes(batch, rows)  # type: ignore[arg-type]
+        tuple(rows),
+        tokens[None],
+        positions[None],
+        mask[None],
+        **_episodes(batch, rows),  # type: ignore[arg-type]
     )

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import math
 import pkgutil
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass, field
@@ -73,6 +74,9 @@ class RewardConfig:
             raise ConfigError(f"reward.workers must be >= 1, got {self.workers}")
         if not self.timeout_s > 0:
             raise ConfigError(f"reward.timeout_s must be > 0, got {self.timeout_s}")
+        for function in self.functions:
+            if not math.isfinite(function.weight):
+                raise ConfigError(f"the weight of {function.path} must be finite, got {function.weight}")
         paths = [function.path for function in self.functions]
         for path in paths:
             _check_function(path)
@@ -100,13 +104,14 @@ def _check_function(path: str) -> None:
     if not callable(function) or inspect.iscoroutinefunction(function):
         kind = "an async function" if callable(function) else f"a {type(function).__name__}"
         raise ConfigError(f"reward.functions has {path!r}, which is {kind}; {remedy}")
-    with contextlib.suppress(ValueError):  # some builtins have no signature
-        try:
-            inspect.signature(function).bind(None)
-        except TypeError as error:
-            raise ConfigError(
-                f"reward.functions has {path!r}, which cannot take one Sample ({error}); {remedy}"
-            ) from error
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        raise ConfigError(
+            f"reward.functions has {path!r}, which cannot take one Sample ({error}); {remedy}"
+        ) from error
+    except ValueError:
+        return  # a builtin without a signature
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from forge.errors import RewardError
 START_DEADLINE_S = 120.0
 """How long a process may take to start and to import one reward function, seconds."""
 _REAP_DEADLINE_S = 5.0
+_CLOSED = "the rewards are closed; score before shutdown"
 
 
 class RewardProcess:
@@ -41,13 +42,16 @@ class RewardProcess:
         RewardError when it cannot, or takes longer than `START_DEADLINE_S` over one of them.
         """
         if self._closed:
-            raise RewardError("the rewards are closed; score before shutdown")
+            raise RewardError(_CLOSED)
         if self._process is not None:
             return
         await self._reap()
         ours, theirs = socket.socketpair()
-        self._reader, self._writer = await asyncio.open_connection(sock=ours)
         with theirs:
+            self._reader, self._writer = await asyncio.open_connection(sock=ours)
+            if self._closed:  # meanwhile
+                self._writer.close()
+                raise RewardError(_CLOSED)
             code = (
                 f"import sys; sys.path[:] = {sys.path!r}; "
                 f"from actors.reward_worker import serve; serve({theirs.fileno()}, {os.getpid()})"

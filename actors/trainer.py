@@ -104,7 +104,14 @@ class Trainer:
     """One rank, without Monarch. With `world` > 1 a process group must be initialised."""
 
     def __init__(
-        self, config: TrainerConfig, loss: LossConfig, spec: ModelSpec, *, rank: int = 0, world: int = 1, seed: int = 0
+        self,
+        config: TrainerConfig,
+        loss: LossConfig,
+        spec: ModelSpec,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        seed: int = 0,
     ) -> None:
         torch.manual_seed(seed)
         self._config, self._loss_config, self._spec = config, loss, spec
@@ -234,22 +241,27 @@ class Trainer:
         """Writes a Hugging Face checkpoint (safetensors, config, tokenizer) that appears whole or not at all."""
         state = self._full_state_dict()
         if self.rank == 0:
-            _write_checkpoint(self.policy.hf, state, Path(folder), tokenizer_from, getattr(torch, self._spec.dtype))
+            _write_checkpoint(
+                self.policy.hf, state, Path(folder), tokenizer_from, getattr(torch, self._spec.dtype)
+            )
         if self.world > 1:
             dist.barrier()
 
-    def _full_state_dict(self) -> dict[str, torch.Tensor]:
+    def _full_state_dict(self) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return get_model_state_dict(self.policy.hf, options=options)
+        state: dict[str, Any] = get_model_state_dict(self.policy.hf, options=options)
+        return state
 
     def close(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
 
 
-def _write_checkpoint(hf: Any, state: dict[str, Any], folder: Path, tokenizer_from: str, dtype: torch.dtype) -> None:
+def _write_checkpoint(
+    hf: Any, state: dict[str, Any], folder: Path, tokenizer_from: str, dtype: torch.dtype
+) -> None:
     from transformers import AutoTokenizer
 
     partial = folder.with_name(folder.name + ".partial")
@@ -272,7 +284,9 @@ def _solo_process_group(device: str) -> None:
 class TrainerActor(Actor):
     """Monarch shell of `Trainer`, one actor a rank. Work runs in a thread: the actor stays reachable."""
 
-    def __init__(self, config: TrainerConfig, loss: LossConfig, spec: ModelSpec, *, world: int, seed: int) -> None:
+    def __init__(
+        self, config: TrainerConfig, loss: LossConfig, spec: ModelSpec, *, world: int, seed: int
+    ) -> None:
         self._arguments = (config, loss, spec)
         self._world, self._seed = world, seed
         # Not `current_rank()`, which is relative to the slice that a message went to.
@@ -355,7 +369,9 @@ class TrainerMesh:
     async def step(self, shards: Sequence[Any]) -> StepResult:
         """One step of all ranks; `shards[rank]` is a channel handle. Metrics are global, memory is the ranks' sum."""
         call = self._mesh.step.call(shards)
-        results = [result for _, result in await within(self._config.step_timeout_s, "an optimizer step", call)]
+        results = [
+            result for _, result in await within(self._config.step_timeout_s, "an optimizer step", call)
+        ]
         return replace(results[0], peak_rss_bytes=sum(r.peak_rss_bytes for r in results))
 
     async def endpoint(self) -> Endpoint:

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from forge.errors import ConfigError, WeightSyncError
@@ -32,19 +32,18 @@ class Completion:
     finish_reason: str
 
 
-@dataclass
-class EngineConfig:
+@dataclass(frozen=True)
+class EngineOptions:
     """What starts an engine; sizes in tokens, sequences or bytes."""
 
     model: str
-    dtype: str
+    dtype: Any
     max_model_len: int
     max_num_seqs: int
     kv_cache_bytes: int
     enforce_eager: bool
     tensor_parallel: int
     seed: int
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Sampling:
 class VllmEngine:
     """One AsyncLLM. All methods belong to one event loop."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineOptions) -> None:
         self._config = config
         self._ids = itertools.count()
         self._engine: Any = None
@@ -96,7 +95,6 @@ class VllmEngine:
             use_tqdm_on_load=False,
             async_scheduling=False,  # a step in flight during a flip would carry the wrong version
             worker_extension_cls="weightsync.receiver.WeightReceiver",
-            **c.extra,
         )
         self._engine = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
         await self._engine.collective_rpc("forge_start")

@@ -90,7 +90,15 @@ def main() -> None:
     flag, module = sys.argv[1:3]
     assert flag == "-m", f"Monarch's bootstrap command has moved: {sys.argv[1:]}"
     sys.argv = [module]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    code = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    # The actors have been told and have cleaned up. Taking the interpreter and torch apart would cost seconds.
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

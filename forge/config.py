@@ -49,7 +49,7 @@ def parse(
     default_config: Path,
     prog: str,
     description: str,
-    validate: Callable[[T], None] | None = None,
+    validate: Callable[[T], object] | None = None,
 ) -> T:
     """The configuration that `argv` (default: `sys.argv[1:]`) asks for.
 

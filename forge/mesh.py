@@ -159,7 +159,8 @@ class Cluster:
         """Debug mode: actors are threads of this process, so that a debugger reaches the terminal."""
         from monarch.actor import this_proc
 
-        os.environ.update(env)
+        # The mark is for subprocesses of the actors, which end with the run here too.
+        os.environ.update({**env, RUN_ID_ENV: f"{self._hosts.run_id}/debug"})
         return this_proc()
 
     def _start_processes(self, place: ReplicaPlacement, env: Mapping[str, str]) -> ProcMesh:

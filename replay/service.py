@@ -245,17 +245,17 @@ class Replay:
         rewards = [reward for r in records for reward in r.rewards]
         return {
             "staleness/mean": statistics.fmean(staleness),
-            "staleness/max": float(max(staleness)),
-            "staleness/bound": float(self._cfg.max_staleness),
+            "staleness/max": max(staleness),
+            "staleness/bound": self._cfg.max_staleness,
             "reward/mean": statistics.fmean(rewards),
             "reward/std": statistics.pstdev(rewards),
-            "tokens/trained": float(recent.tokens_trained),
-            "tokens/wasted": float(recent.tokens_wasted),
-            "episodes/trained": float(recent.episodes_trained),
-            "episodes/dropped": float(recent.episodes_dropped),
-            "groups/degenerate": float(recent.groups_degenerate),
-            "replay/queued_groups": float(self._buffer.num_queued),
-            "replay/running_groups": float(self._buffer.num_running),
+            "tokens/trained": recent.tokens_trained,
+            "tokens/wasted": recent.tokens_wasted,
+            "episodes/trained": recent.episodes_trained,
+            "episodes/dropped": recent.episodes_dropped,
+            "groups/degenerate": recent.groups_degenerate,
+            "replay/queued_groups": self._buffer.num_queued,
+            "replay/running_groups": self._buffer.num_running,
             "replay/admission_wait_s": statistics.fmean(waits) if waits else 0.0,
         }
 

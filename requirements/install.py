@@ -40,9 +40,9 @@ def main() -> None:
     if device == "cpu":
         check_libnuma()
     make_venv()
-    install_cuda() if device == "cuda" else install_cpu()
     for old in VENV.glob("setup-*.stamp"):
         old.unlink()
+    install_cuda() if device == "cuda" else install_cpu()
     stamp.touch()
 
 
@@ -148,7 +148,8 @@ def pip(*arguments: str, total: int | None = None) -> int:
 def must(code: int) -> None:
     """Ends with the last lines of the log where pip failed."""
     if code:
-        tail = [line for line in LOG.read_text().splitlines() if not line.startswith("WARNING")][-15:]
+        noise = ("WARNING", "Requirement already satisfied", "Collecting", "  Using cached", "  Downloading")
+        tail = [line for line in LOG.read_text().splitlines() if line and not line.startswith(noise)][-12:]
         fail(
             "\n".join(
                 [*tail, f"pip failed with exit code {code}, see {LOG}; `make setup` goes on where it stopped"]

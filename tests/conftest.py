@@ -50,7 +50,8 @@ def nothing_stays_behind() -> Iterator[None]:
     psutil.wait_procs(processes, timeout=5)
     leaked = shm_segments() - segments
     leaked -= held_segments() if leaked else set()
-    assert not described and not leaked, f"tests left behind processes {described}, segments {sorted(leaked)}"
+    left = [*described, *sorted(leaked)]
+    assert not left, f"tests left these processes and {SHM} segments behind: {left}"
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from forge.segment import Segment, SegmentRef
 from forge.errors import WeightSyncError
+from forge.segment import Segment, SegmentRef
 from weightsync.plan import Layout, make_layout, row_view, shard_rows
 
 NUM_BUFFERS = 2

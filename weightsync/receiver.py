@@ -51,7 +51,9 @@ class WeightReceiver:
         new = Layout.from_plain(layout)
         tied = self._forge_config.model_config.hf_config.tie_word_embeddings
         published = {e.name for e in new.entries if not (tied and e.name.startswith("lm_head."))}
-        receiver = {n for n, _ in self._forge_shadow.named_parameters() if not (tied and n.startswith("lm_head."))}
+        receiver = {
+            n for n, _ in self._forge_shadow.named_parameters() if not (tied and n.startswith("lm_head."))
+        }
         packed = getattr(self._forge_shadow, "packed_modules_mapping", {})
         missing, unknown = unpaired_names(published, receiver, packed)
         if missing or unknown:
@@ -79,11 +81,9 @@ class WeightReceiver:
         stage = self._forge_stage
         if stage["state"] != "ready" or stage["version"] != version:
             raise RuntimeError(f"version {version} is not staged: {stage}")
-        pairs = zip(
-            self.model_runner.model.named_modules(), self._forge_shadow.named_modules(), strict=True
-        )
+        pairs = zip(self.model_runner.model.named_modules(), self._forge_shadow.named_modules(), strict=True)
         for (name, live), (shadow_name, shadow) in pairs:
-            assert name == shadow_name and type(live) is type(shadow), (name, shadow_name)
+            assert (name, type(live)) == (shadow_name, type(shadow)), (name, shadow_name)
             live._parameters, shadow._parameters = shadow._parameters, live._parameters
             for attribute in _PACKED_ATTRIBUTES:
                 if attribute in live.__dict__:
@@ -91,8 +91,8 @@ class WeightReceiver:
                     live.__dict__[attribute], shadow.__dict__[attribute] = theirs, ours
         self._forge_stage = {"state": "idle", "version": version, "error": "", "stage_s": 0.0}
         pause_s = time.perf_counter() - begin
-        # The version label travels in the next message. Giving up the GIL lets the engine's input thread queue
-        # it before this call returns, so that no decode step runs between the flip and its label.
+        # The version label travels in the next message. Giving up the GIL lets the engine's input thread
+        # queue it before this call returns, so that no decode step runs between the flip and its label.
         time.sleep(0.002)
         return pause_s
 
@@ -105,7 +105,7 @@ class WeightReceiver:
         config.compilation_config = copy.copy(config.compilation_config)
         # Attention layers register by name here; a second model needs its own register.
         config.compilation_config.static_forward_context = {}
-        # Rotary modules are cached globally. Sharing one would move it to the meta device under the live model.
+        # Rotary modules are cached globally: a shared one would go to the meta device under the live model.
         cached = dict(rotary._ROPE_DICT)
         rotary._ROPE_DICT.clear()
         try:
@@ -134,7 +134,7 @@ class WeightReceiver:
             initialize_layerwise_reload,
         )
 
-        shadow = self._forge_shadow
+        shadow: Any = self._forge_shadow
         with set_current_vllm_config(self._forge_config), torch.no_grad():
             initialize_layerwise_reload(shadow)
             try:
@@ -146,7 +146,8 @@ class WeightReceiver:
                 # A tied head takes its weight from the embedding and is skipped by the reload: its packed
                 # copy would stay the old one.
                 if isinstance(module, ParallelLMHead):
-                    module.quant_method.process_weights_after_loading(module)
+                    quant_method: Any = module.quant_method
+                    quant_method.process_weights_after_loading(module)
 
     def _forge_weights(self, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         for entry in self._forge_layout.entries:

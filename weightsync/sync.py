@@ -1,7 +1,7 @@
 """The controller's handle on weights: publish without waiting, apply the newest, say when it serves.
 
-    train loop ── publish(v) ──► snapshot into the buffer that nobody reads ──► pending = v   (newest wins)
-    weight loop ── waits for pending ──► every replica stages v behind its decoding, then flips ──► on_applied(v)
+    train loop ── publish(v) ──► snapshot into the buffer that nobody reads ──► pending = v  (newest wins)
+    weight loop ── waits for pending ──► each replica stages v while it decodes, flips ──► on_applied(v)
 
 With two buffers and at most one being read, a publish always finds a free one: the trainer never waits
 for a receiver. A version that is overwritten before anybody read it is counted as skipped; nobody may wait
@@ -40,7 +40,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class ApplyResult:
-    """One replica's update: seconds of staging behind decoding, seconds of the flip (generation stands still)."""
+    """One replica's update: `stage_s` behind decoding, `pause_s` of standing still for the flip, seconds."""
 
     stage_s: float
     pause_s: float

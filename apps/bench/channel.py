@@ -44,8 +44,6 @@ EMPTY = "empty Monarch message"
 MESSAGE = "the TensorDict as a Monarch message"
 RAY_REF = "Ray, numpy array by reference"
 RAY_PUT = "Ray, put and numpy array by reference"
-SETTLE_S = 0.03
-"""Pause before each measurement: after a message of 64 MB both processes are busy freeing buffers for a while."""
 GOALS = {"mapped_over_memcpy": 1.5, "resident_ms": 3.0}
 
 
@@ -97,7 +95,7 @@ class Receiver(Actor):
     async def differs(self, handle: Handle, sums: dict[str, float]) -> list[str]:
         """Keys whose sum is not the one that the sender computed."""
         td = self._pool.open(handle)
-        return [key for key, total in sums.items() if float(td[key].double().sum()) != total]
+        return [key for key, total in sums.items() if td.get(key).double().sum().item() != total]
 
     @endpoint
     async def peak_bytes(self) -> int:
@@ -139,7 +137,7 @@ class Sender(Actor):
     @endpoint
     async def verify(self) -> list[str]:
         """Keys that arrive wrong: none."""
-        sums = {key: float(value.double().sum()) for key, value in self._batch.items()}
+        sums = {key: self._batch.get(key).double().sum().item() for key in sorted(self._batch.keys())}
         wrong: list[str] = []
         for td in (self._batch, self._resident):
             wrong += await self._receiver.differs.call_one(self._pool.put(td), sums)
@@ -240,7 +238,9 @@ async def measure(mb: int, rounds: int, ray_python: str | None) -> dict[str, Any
         times |= {} if ray is None else {RAY_REF: [], RAY_PUT: []}
         for _ in range(rounds):
             for name, values in times.items():
-                await asyncio.sleep(SETTLE_S)
+                # The buffers of a large message are freed when the next one arrives (7 ms): not on our time.
+                await sender.round.call_one(EMPTY)
+                await asyncio.sleep(0.01)
                 if name in (RAY_REF, RAY_PUT):
                     assert ray is not None
                     values.append(ray.round(name))

@@ -9,8 +9,6 @@ from typing import Literal
 from actors.generator import GeneratorConfig
 from actors.reward import RewardConfig
 from actors.trainer import TrainerConfig
-from replay.service import ReplayConfig
-
 from apps.grpo.models import check_model
 from forge.advantages import ADVANTAGES
 from forge.data import DataConfig
@@ -19,6 +17,7 @@ from forge.losses import LossConfig
 from forge.placement import MeshConfig, Placement, place
 from forge.registry import lookup
 from forge.report import RunConfig, check_run
+from replay.service import ReplayConfig
 
 DEFAULT_PRESET = Path(__file__).with_name("smollm2.yaml")
 

@@ -15,16 +15,15 @@ import asyncio
 from dataclasses import dataclass, field
 
 from actors.rollout import rollout_group
-from weightsync.sync import Applied
-
-from apps.grpo.spawn import Actors, spawn_actors
 from apps.grpo.config import DEFAULT_PRESET, AppConfig, plan_run
+from apps.grpo.spawn import Actors, spawn_actors
 from forge import config, launch
 from forge.launch import Hosts, Stopping
 from forge.mesh import Cluster
 from forge.metrics import Meter
 from forge.report import RunLog
 from forge.run_folder import EpisodeRecord
+from weightsync.sync import Applied
 
 
 @dataclass
@@ -102,17 +101,19 @@ async def main(cfg: AppConfig, hosts: Hosts, stopping: Stopping) -> None:
 
 
 async def train(run: Run, cluster: Cluster, stopping: Stopping) -> None:
-    """All loops side by side; an error in any of them, or a dead actor, ends all."""
+    """All loops side by side; an error in any of them, or a dead actor, ends all. Ends with the checkpoint."""
     actors = run.actors
     async with asyncio.TaskGroup() as tasks:
+        watchers = [tasks.create_task(cluster.watch()), tasks.create_task(_close_on(stopping, run))]
+        rollouts = [tasks.create_task(rollout_loop(run)) for _ in range(actors.num_rollouts)]
         weights = tasks.create_task(weight_loop(run))
-        others = [tasks.create_task(rollout_loop(run)) for _ in range(actors.num_rollouts)]
-        others += [tasks.create_task(cluster.watch()), tasks.create_task(_close_on(stopping, run))]
         await train_loop(run)
         await weights
+        for task in rollouts:
+            task.cancel()
         run.log.note("writing the checkpoint")
         run.memory |= await actors.save_and_shut_down(run.log.checkpoint)
-        for task in others:
+        for task in watchers:
             task.cancel()
 
 

@@ -143,6 +143,8 @@ def _make_once(folder: Path, make: Callable[[Path], None], deadline_s: float) ->
                 work.rename(folder)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
+    except DeadlineExceeded:
+        raise  # a TimeoutError, which is an OSError
     except OSError as error:
         raise ConfigError(
             f"the model cache {folder.parent} cannot be written ({error}); set FORGE_CACHE to another folder"

@@ -88,7 +88,7 @@ def convert(recipe: SmolLM2Recipe, out: Path) -> dict[str, Any]:
         return reader.fields[key].contents()
 
     heads, kv_heads = field("llama.attention.head_count"), field("llama.attention.head_count_kv")
-    weights = dict(_gguf_weights(reader, heads, kv_heads, getattr(torch, recipe.dtype)))
+    weights = dict(gguf_weights(reader, heads, kv_heads, getattr(torch, recipe.dtype)))
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     ids = {
         "bos_token_id": field("tokenizer.ggml.bos_token_id"),
@@ -116,7 +116,7 @@ def convert(recipe: SmolLM2Recipe, out: Path) -> dict[str, Any]:
     return {"license": field("general.license"), "parameters": sum(w.numel() for w in weights.values())}
 
 
-def _gguf_weights(
+def gguf_weights(
     reader: Any, heads: int, kv_heads: int, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (Hugging Face name, weight) for every tensor of a Llama GGUF file."""

@@ -8,7 +8,9 @@ module, so it imports nothing heavy at its top.
 from __future__ import annotations
 
 import json
+import logging
 import re
+from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from pathlib import Path
 from random import Random
@@ -18,7 +20,6 @@ from forge.errors import ConfigError
 
 if TYPE_CHECKING:
     from actors.reward_worker import Sample
-    from forge.data import Rows
 
 Row = dict[str, Any]
 
@@ -46,7 +47,7 @@ def reversal(rng: Random, num_digits: int) -> tuple[str, str]:
     return f"rev:{digits}=", digits[::-1]
 
 
-def gsm8k(path: str = "openai/gsm8k", split: str = "train", instruction: str = "") -> Rows | list[Row]:
+def gsm8k(path: str = "openai/gsm8k", split: str = "train", instruction: str = "") -> list[Row]:
     """Grade-school word problems, the final number in a box. Reward: `math_verify_reward`.
 
     `path` is a .jsonl file with `question` and `answer` (which ends in `#### number`), or a data set of that
@@ -54,8 +55,8 @@ def gsm8k(path: str = "openai/gsm8k", split: str = "train", instruction: str = "
     """
     ask = instruction or "Reason step by step, and put the final answer within \\boxed{}."
     return [
-        _question(f"{record['question']}\n{ask}", _final_answer(record["answer"], path, number))
-        for number, record in enumerate(_gsm8k_records(path, split))
+        _question(f"{question}\n{ask}", _final_answer(answer, path, number))
+        for number, (question, answer) in enumerate(_gsm8k_pairs(path, split))
     ]
 
 
@@ -63,13 +64,30 @@ def _question(text: str, answer: str) -> Row:
     return {"messages": [{"role": "user", "content": text}], "answer": answer}
 
 
-def _gsm8k_records(path: str, split: str) -> list[dict[str, str]]:
-    if path.endswith(".jsonl"):
-        try:
-            lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise ConfigError(f"data.path {path} cannot be read: {error}") from error
-        return [json.loads(line) for line in lines if line.strip()]
+def _gsm8k_pairs(path: str, split: str) -> Iterator[tuple[str, str]]:
+    records = _read_jsonl(path) if path.endswith(".jsonl") else _read_hub(path, split)
+    for number, record in enumerate(records):
+        if not {"question", "answer"} <= record.keys():
+            raise ConfigError(
+                f"{path}, record {number} has the keys {sorted(record)}; it needs `question` and `answer`"
+            )
+        yield record["question"], record["answer"]
+
+
+def _read_jsonl(path: str) -> Iterator[dict[str, str]]:
+    try:
+        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"data.path {path} cannot be read: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{path}, line {number} is no JSON: {error}") from error
+
+
+def _read_hub(path: str, split: str) -> Iterable[dict[str, str]]:
     try:
         from datasets import load_dataset  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ImportError as error:
@@ -77,7 +95,7 @@ def _gsm8k_records(path: str, split: str) -> list[dict[str, str]]:
             f"data.path {path} is a data set of the hub, which needs the package `datasets`; "
             "pip install datasets, or set data.path to a .jsonl file"
         ) from error
-    return list(load_dataset(path, "main", split=split))
+    return load_dataset(path, "main", split=split)
 
 
 def _final_answer(answer: str, path: str, number: int) -> str:
@@ -119,6 +137,8 @@ def math_verify_reward(sample: Sample) -> float:
     """
     from math_verify import parse, verify
 
+    # It warns of every call without its own time limit.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     gold = parse(f"\\boxed{{{sample.answer}}}", parsing_timeout=None)
     given = parse(sample.completion, parsing_timeout=None)
     return float(verify(gold, given, timeout_seconds=None))

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+
 from actors.generator import Generator, GeneratorConfig
 from actors.model import Policy, load_hf
 from actors.vllm_engine import Completion, Sampling
 from apps.grpo.models import resolve_model
-from weightsync.publisher import Publisher
-
 from forge.errors import ConfigError, WeightSyncError
+from weightsync.publisher import Publisher
 
 PROMPT = [33, 50, 27, 7, 8, 9, 10, 20]
 SAMPLERS = [Sampling(), Sampling(0.6, 0.9), Sampling(1.3, 1.0, 5), Sampling(0.8, 0.95, 20)]
@@ -68,7 +68,9 @@ class Live:
         self, count: int, length: int, sampling: Sampling = SAMPLERS[0], seed: int = 0
     ) -> list[Completion]:
         requests = (
-            self.engine.generate([*PROMPT, 7 + i % 8], sampling, max_tokens=length, seed=seed + i, stop_ids=[])
+            self.engine.generate(
+                [*PROMPT, 7 + i % 8], sampling, max_tokens=length, seed=seed + i, stop_ids=[]
+            )
             for i in range(count)
         )
         return list(await asyncio.gather(*requests))
@@ -79,7 +81,11 @@ class Live:
         mask = torch.zeros_like(tokens, dtype=torch.bool)
         mask[:, len(PROMPT) + 1 :] = True
         policy = Policy(
-            self.hf, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, chunk_size=64
+            self.hf,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            chunk_size=64,
         )
         with torch.no_grad():
             return policy(tokens, torch.arange(tokens.shape[1])[None], mask)[0]
@@ -100,7 +106,9 @@ def start_weights(live: Live) -> None:
 
 
 @pytest.mark.parametrize("sampling", SAMPLERS, ids=str)
-def test_the_trainer_gives_every_sampled_token_the_probability_that_the_sampler_gave_it(live: Live, sampling: Sampling):
+def test_the_trainer_gives_every_sampled_token_the_probability_that_the_sampler_gave_it(
+    live: Live, sampling: Sampling
+) -> None:
     completions = live.run(live.complete(16, 24, sampling))
     for index, completion in enumerate(completions):
         recorded = torch.tensor(completion.logprobs)
@@ -108,15 +116,16 @@ def test_the_trainer_gives_every_sampled_token_the_probability_that_the_sampler_
 
 
 @pytest.mark.parametrize("forgotten", [Sampling(1.0, 0.9), Sampling(0.6, 1.0)], ids=["temperature", "top_p"])
-def test_forgetting_temperature_or_top_p_would_be_noticed(live: Live, forgotten: Sampling):
+def test_forgetting_temperature_or_top_p_would_be_noticed(live: Live, forgotten: Sampling) -> None:
     completions = live.run(live.complete(8, 24, Sampling(0.6, 0.9)))
     gaps = [
-        (live.expected(i, c, forgotten) - torch.tensor(c.logprobs)).abs().mean() for i, c in enumerate(completions)
+        (live.expected(i, c, forgotten) - torch.tensor(c.logprobs)).abs().mean()
+        for i, c in enumerate(completions)
     ]
     assert max(gaps) > 0.005
 
 
-def test_after_a_sync_the_engine_serves_the_published_weights_and_its_labels_say_so(live: Live):
+def test_after_a_sync_the_engine_serves_the_published_weights_and_its_labels_say_so(live: Live) -> None:
     before = live.run(live.complete(4, 24))
     live.perturb(1)
     live.run(live.sync())
@@ -129,7 +138,7 @@ def test_after_a_sync_the_engine_serves_the_published_weights_and_its_labels_say
     assert [c.logprobs for c in before] != [c.logprobs for c in after]
 
 
-def test_publishing_the_weights_on_disk_gives_the_log_probs_of_loading_them_bit_for_bit(live: Live):
+def test_publishing_the_weights_on_disk_gives_the_log_probs_of_loading_them_bit_for_bit(live: Live) -> None:
     live.restore()
     live.run(live.sync())
     published = live.run(live.complete(4, 32))
@@ -143,7 +152,7 @@ def test_publishing_the_weights_on_disk_gives_the_log_probs_of_loading_them_bit_
 @pytest.mark.parametrize("num_updates", [0, 1, 3])
 def test_greedy_output_interrupted_by_updates_to_equal_weights_is_unchanged_and_keeps_its_budget(
     live: Live, num_updates: int
-):
+) -> None:
     greedy = Sampling(temperature=0.0)
     reference = live.run(live.complete(6, 140, greedy))
 
@@ -161,7 +170,7 @@ def test_greedy_output_interrupted_by_updates_to_equal_weights_is_unchanged_and_
     assert all(len(set(c.versions)) == num_updates + 1 for c in completions)
 
 
-def test_tokens_around_an_update_carry_the_version_that_sampled_them(live: Live):
+def test_tokens_around_an_update_carry_the_version_that_sampled_them(live: Live) -> None:
     async def updated() -> list[Completion]:
         running = asyncio.ensure_future(live.complete(8, 140))
         await asyncio.sleep(0.03)
@@ -183,12 +192,17 @@ def test_tokens_around_an_update_carry_the_version_that_sampled_them(live: Live)
         assert abs(float(under_old[num_old] - recorded[num_old])) > 1e-3
 
 
-def test_a_publisher_whose_names_do_not_pair_up_is_refused_and_the_old_weights_go_on_serving(live: Live):
+def test_a_publisher_whose_names_do_not_pair_up_is_refused_and_the_old_weights_go_on_serving(
+    live: Live,
+) -> None:
     before = live.run(live.complete(2, 16))
     parameters = list(live.hf.named_parameters())
     without_q = [(n, p) for n, p in parameters if "layers.1.self_attn.q_proj" not in n]
     with_extra = [*parameters, ("model.layers.0.mlp.extra.weight", torch.zeros(4))]
-    for wrong, named in ((without_q, r"1 missing \(model\.layers\.1\.self_attn\.q_proj\.weight\)"), (with_extra, r"1 unknown .*extra")):
+    for wrong, named in (
+        (without_q, r"1 missing \(model\.layers\.1\.self_attn\.q_proj\.weight\)"),
+        (with_extra, r"1 unknown .*extra"),
+    ):
         publisher = Publisher(wrong, torch.float32)
         with pytest.raises(WeightSyncError, match=named):
             live.run(live.generator.connect(publisher.endpoint))
@@ -197,9 +211,11 @@ def test_a_publisher_whose_names_do_not_pair_up_is_refused_and_the_old_weights_g
     live.run(live.sync())
 
 
-def test_a_version_that_fails_half_way_is_reported_and_the_old_one_goes_on_serving(live: Live):
+def test_a_version_that_fails_half_way_is_reported_and_the_old_one_goes_on_serving(live: Live) -> None:
     before = live.run(live.complete(2, 16))
-    halved = [(n, p[: len(p) // 2] if "layers.1.mlp.down_proj" in n else p) for n, p in live.hf.named_parameters()]
+    halved = [
+        (n, p[: len(p) // 2] if "layers.1.mlp.down_proj" in n else p) for n, p in live.hf.named_parameters()
+    ]
     publisher = Publisher(halved, torch.float32)
     publisher.snapshot(0)
     live.run(live.generator.connect(publisher.endpoint))
@@ -211,10 +227,12 @@ def test_a_version_that_fails_half_way_is_reported_and_the_old_one_goes_on_servi
     live.perturb(4)
     live.run(live.sync())
     completion = live.run(live.complete(1, 16))[0]
-    torch.testing.assert_close(live.expected(0, completion), torch.tensor(completion.logprobs), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        live.expected(0, completion), torch.tensor(completion.logprobs), atol=1e-4, rtol=0
+    )
 
 
-def test_an_abort_returns_what_was_sampled_and_leaves_the_engine_working(live: Live):
+def test_an_abort_returns_what_was_sampled_and_leaves_the_engine_working(live: Live) -> None:
     async def aborted() -> list[Completion]:
         running = asyncio.ensure_future(live.generator.generate([PROMPT] * 3, [1, 2, 3], 140, "mine"))
         await asyncio.sleep(0.1)
@@ -229,12 +247,12 @@ def test_an_abort_returns_what_was_sampled_and_leaves_the_engine_working(live: L
     assert len(live.run(live.generator.generate([PROMPT], [1]))[0].token_ids) == 8
 
 
-def test_a_request_gives_the_same_tokens_alone_and_among_many(live: Live):
+def test_a_request_gives_the_same_tokens_alone_and_among_many(live: Live) -> None:
     crowd = live.run(live.complete(100, 20, seed=5))
     alone = live.run(live.complete(1, 20, seed=5))
     assert crowd[0].token_ids == alone[0].token_ids
 
 
-def test_a_prompt_without_room_for_a_token_is_an_error_that_says_what_to_raise(live: Live):
+def test_a_prompt_without_room_for_a_token_is_an_error_that_says_what_to_raise(live: Live) -> None:
     with pytest.raises(ConfigError, match=r"a prompt has 160 tokens, generator\.max_model_len is 160"):
         live.run(live.generator.generate([[7] * MAX_LEN], [0]))

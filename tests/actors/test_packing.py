@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from actors.packing import empty_micro_batch, micro_batches
 from tensordict import TensorDict
 
+from actors.packing import empty_micro_batch, micro_batches
 from forge.batch import collate, make_group
 from forge.errors import ConfigError
 
@@ -23,14 +23,14 @@ def batch() -> TensorDict:
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("max_tokens", [10, 13, 100])
-def test_every_episode_is_in_exactly_one_pass_within_the_budget(packing: bool, max_tokens: int):
+def test_every_episode_is_in_exactly_one_pass_within_the_budget(packing: bool, max_tokens: int) -> None:
     cuts = micro_batches(batch(), max_tokens, packing=packing)
     assert sorted(row for cut in cuts for row in cut.rows) == list(range(len(COMPLETIONS)))
     assert all(cut.tokens.numel() <= max_tokens for cut in cuts)
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_the_trained_tokens_come_in_one_order_for_the_model_and_the_loss(packing: bool):
+def test_the_trained_tokens_come_in_one_order_for_the_model_and_the_loss(packing: bool) -> None:
     for cut in micro_batches(batch(), 13, packing=packing):
         seen_by_model = cut.tokens[cut.mask]
         expected = [t for row in cut.rows for t in COMPLETIONS[row]]
@@ -40,25 +40,27 @@ def test_the_trained_tokens_come_in_one_order_for_the_model_and_the_loss(packing
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_positions_count_from_zero_in_every_episode(packing: bool):
+def test_positions_count_from_zero_in_every_episode(packing: bool) -> None:
     td = batch()
     for cut in micro_batches(td, 13, packing=packing):
         starts = (cut.position_ids == 0).sum() if packing else torch.tensor(len(cut.rows))
         assert int(starts) == len(cut.rows)
 
 
-def test_nan_in_padding_stays_outside():
+def test_nan_in_padding_stays_outside() -> None:
     td = batch()
     td["behavior_logprobs"][~td["loss_mask"]] = float("nan")
     for cut in micro_batches(td, 13, packing=False):
         assert not cut.behavior_logprobs.isnan().any()
 
 
-def test_an_empty_pass_trains_nothing():
+def test_an_empty_pass_trains_nothing() -> None:
     micro = empty_micro_batch(batch())
-    assert not micro.mask.any() and not micro.loss_mask.any() and micro.tokens.numel() > 0
+    assert not micro.mask.any()
+    assert not micro.loss_mask.any()
+    assert micro.tokens.numel() > 0
 
 
-def test_an_episode_over_the_budget_is_an_error_that_says_what_to_raise():
+def test_an_episode_over_the_budget_is_an_error_that_says_what_to_raise() -> None:
     with pytest.raises(ConfigError, match=r"an episode has 9 tokens, trainer\.microbatch_tokens is 8"):
         micro_batches(batch(), 8, packing=False)

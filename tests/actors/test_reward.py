@@ -22,7 +22,7 @@ from forge.errors import ConfigError, RewardError
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 
-USER_REWARDS = '''
+USER_REWARDS = """
 import os, re, signal, subprocess, sys, threading, time
 from pathlib import Path
 
@@ -75,7 +75,7 @@ def takes_two(sample, other): return 1.0
 def outer():
     def inner(sample): return 1.0
     return inner
-'''
+"""
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_no_samples_give_no_scores(user_module: str) -> None:
 
 def test_an_endless_loop_is_killed_and_costs_only_its_own_sample(user_module: str, tmp_path: Path) -> None:
     note = tmp_path / "pid"
-    cfg = config(user_module, "spins_on_x", timeout_s=0.5, timeout_reward=-7.0)
+    cfg = config(user_module, "spins_on_x", timeout_s=1.0, timeout_reward=-7.0)
     scores = with_scorer(cfg, lambda s: s.score(samples("a", "x", "b", answer=str(note))))
     assert scores.total == [1.0, -7.0, 1.0]
     assert scores.timeouts == 1
@@ -165,7 +165,7 @@ def test_a_time_out_names_the_function(
 
 def test_a_time_out_also_kills_the_programs_that_the_reward_started(user_module: str, tmp_path: Path) -> None:
     note = tmp_path / "pid"
-    cfg = config(user_module, "starts_a_program", timeout_s=1.0)
+    cfg = config(user_module, "starts_a_program", timeout_s=2.0)
     scores = with_scorer(cfg, lambda s: s.score(samples("x", answer=str(note))))
     assert scores.timeouts == 1
     assert gone(read_pid(note))
@@ -187,13 +187,18 @@ def test_the_event_loop_goes_on_while_a_reward_burns_the_cpu(user_module: str, t
 def test_a_cancelled_call_kills_its_worker_and_the_next_call_gets_its_own_answer(
     user_module: str, tmp_path: Path
 ) -> None:
+    note = tmp_path / "pid"
+
     async def body(scorer: RewardScorer) -> list[float]:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(scorer.score(samples("x", answer=str(tmp_path / "pid"))), 1.0)
+        scoring = asyncio.create_task(scorer.score(samples("x", answer=str(note))))
+        await asyncio.to_thread(read_pid, note)
+        scoring.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await scoring
         return (await scorer.score(samples("a", "b", "c"))).total
 
     assert with_scorer(config(user_module, "spins_on_x", timeout_s=300), body) == [1.0, 1.0, 1.0]
-    assert gone(read_pid(tmp_path / "pid"))
+    assert gone(read_pid(note))
 
 
 def test_an_exception_arrives_with_the_users_traceback_and_the_sample(user_module: str) -> None:
@@ -300,6 +305,21 @@ def test_closing_ends_a_call_in_progress_and_later_calls(user_module: str, tmp_p
     assert gone(read_pid(note))
 
 
+def test_closing_while_workers_start_leaves_none_behind(user_module: str) -> None:
+    async def body(turns: int) -> None:
+        scorer = RewardScorer(config(user_module, "length", workers=2))
+        starting = asyncio.create_task(scorer.setup())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await scorer.close()
+        with pytest.raises(RewardError, match="closed"):
+            await starting
+        assert psutil.Process().children() == []
+
+    for turns in range(6):
+        asyncio.run(body(turns))
+
+
 def test_inline_rewards_run_in_the_callers_thread_without_any_process(user_module: str) -> None:
     async def main() -> None:
         async with RewardScorer(config(user_module, "thread", "where"), inline=True) as scorer:
@@ -341,6 +361,7 @@ def test_a_function_that_cannot_be_a_reward_is_refused_before_any_process_starts
         (RewardConfig([RewardFunction("just_a_name")]), "module:function"),
         (RewardConfig([RewardFunction("__main__:f")]), "__main__:f"),
         (RewardConfig([RewardFunction("builtins:float")] * 2), "names builtins:float 2 times"),
+        (RewardConfig([RewardFunction("builtins:float", float("nan"))]), "must be finite, got nan"),
         (RewardConfig([RewardFunction("builtins:float")], workers=0), "workers must be >= 1, got 0"),
         (RewardConfig([RewardFunction("builtins:float")], timeout_s=0), "timeout_s must be > 0, got 0"),
     ],

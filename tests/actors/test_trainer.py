@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
+
 from actors.model import freeze_except, load_hf
 from actors.trainer import ModelSpec, Trainer, TrainerConfig
 from apps.grpo.models import resolve_model
-from tensordict import TensorDict
-from weightsync.plan import view
-from weightsync.publisher import Publisher
-
 from forge.batch import collate, make_group
 from forge.errors import ConfigError
-from forge.losses import LossConfig
+from forge.losses import Aggregation, LossConfig
 from forge.segment import Segment
+from weightsync.plan import view
+from weightsync.publisher import Publisher
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +42,12 @@ def ragged_batch(num_groups: int = 4, group_size: int = 4) -> TensorDict:
     return collate(groups)
 
 
-def trainer(nano: str, loss: LossConfig | None = None, **config) -> Trainer:
+def trainer(nano: str, loss: LossConfig | None = None, **config: Any) -> Trainer:
     spec = {k: config.pop(k) for k in ("temperature", "top_p", "top_k") if k in config}
     return Trainer(TrainerConfig(**config), loss or LossConfig(), ModelSpec(nano, "float32", **spec))
 
 
-def gradient(nano: str, batch: TensorDict, **config) -> dict[str, torch.Tensor]:
+def gradient(nano: str, batch: TensorDict, **config: Any) -> dict[str, torch.Tensor]:
     one = trainer(nano, **config)
     one._accumulate(batch)
     return {name: p.grad.clone() for name, p in one.policy.hf.named_parameters()}
@@ -55,18 +56,22 @@ def gradient(nano: str, batch: TensorDict, **config) -> dict[str, torch.Tensor]:
 def assert_same(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> None:
     assert max(float(g.abs().max()) for g in reference.values()) > 1e-3
     for name, value in reference.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
-@pytest.mark.parametrize("cut", [{"microbatch_tokens": 24}, {"packing": True}, {"packing": True, "microbatch_tokens": 30}])
-def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(nano: str, aggregation: str, cut: dict):
+@pytest.mark.parametrize(
+    "cut", [{"microbatch_tokens": 24}, {"packing": True}, {"packing": True, "microbatch_tokens": 30}]
+)
+def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(
+    nano: str, aggregation: Aggregation, cut: dict[str, Any]
+) -> None:
     loss = LossConfig(aggregation=aggregation)
     batch = ragged_batch()
     assert_same(gradient(nano, batch, loss=loss, **cut), gradient(nano, batch, loss=loss))
 
 
-def test_nan_and_garbage_in_padding_change_nothing(nano: str):
+def test_nan_and_garbage_in_padding_change_nothing(nano: str) -> None:
     clean, poisoned = ragged_batch(), ragged_batch()
     width = poisoned["tokens"].shape[1]
     padding = torch.arange(width) >= poisoned["lengths"][:, None]
@@ -75,7 +80,7 @@ def test_nan_and_garbage_in_padding_change_nothing(nano: str):
     assert_same(gradient(nano, poisoned), gradient(nano, clean))
 
 
-def test_gradient_checkpointing_changes_nothing(nano: str):
+def test_gradient_checkpointing_changes_nothing(nano: str) -> None:
     batch = ragged_batch()
     assert_same(gradient(nano, batch, gradient_checkpointing=True), gradient(nano, batch))
 
@@ -85,7 +90,7 @@ def _rank_gradient(rank: int, world: int, folder: str, nano: str) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    rows = [list(range(0, 11)), list(range(11, 16))][rank]  # uneven: one rank runs out of passes first
+    rows = [list(range(11)), list(range(11, 16))][rank]  # uneven: one rank runs out of passes first
     one = Trainer(
         TrainerConfig(microbatch_tokens=30), LossConfig(), ModelSpec(nano, "float32"), rank=rank, world=world
     )
@@ -106,7 +111,7 @@ def _rank_gradient(rank: int, world: int, folder: str, nano: str) -> None:
     dist.destroy_process_group()
 
 
-def test_two_sharded_ranks_give_the_gradient_and_the_weights_of_one(nano: str, tmp_path: Path):
+def test_two_sharded_ranks_give_the_gradient_and_the_weights_of_one(nano: str, tmp_path: Path) -> None:
     torch.multiprocessing.spawn(_rank_gradient, args=(2, str(tmp_path), nano), nprocs=2)
     two = torch.load(tmp_path / "out.pt")
     one = trainer(nano)
@@ -119,16 +124,16 @@ def test_two_sharded_ranks_give_the_gradient_and_the_weights_of_one(nano: str, t
         assert torch.equal(reloaded.state_dict()[name], parameter), name
 
 
-def test_clipping_bounds_the_gradient_that_the_optimizer_sees(nano: str):
+def test_clipping_bounds_the_gradient_that_the_optimizer_sees(nano: str) -> None:
     one = trainer(nano, clip_norm=0.01)
     result = one.step(ragged_batch())
-    assert result.metrics["grad_norm"] > 0.1
+    assert (result.metrics["grad_norm"] or 0) > 0.1
     moments = [one._optimizer.state[p]["exp_avg"] for p in one._parameters]
     seen = torch.stack([m.norm() for m in moments]).norm() / (1 - 0.9)
     assert float(seen) == pytest.approx(0.01, rel=1e-3)
 
 
-def test_a_step_makes_a_version_and_changes_the_weights(nano: str):
+def test_a_step_makes_a_version_and_changes_the_weights(nano: str) -> None:
     one = trainer(nano, lr=1e-3)
     before = {n: p.detach().clone() for n, p in one.policy.hf.named_parameters()}
     assert one.policy_version == 0
@@ -136,7 +141,7 @@ def test_a_step_makes_a_version_and_changes_the_weights(nano: str):
     assert any(not torch.equal(before[n], p) for n, p in one.policy.hf.named_parameters())
 
 
-def test_a_non_finite_gradient_is_an_error_and_leaves_the_weights_alone(nano: str):
+def test_a_non_finite_gradient_is_an_error_and_leaves_the_weights_alone(nano: str) -> None:
     one = trainer(nano)
     before = {n: p.detach().clone() for n, p in one.policy.hf.named_parameters()}
     batch = ragged_batch()
@@ -147,24 +152,28 @@ def test_a_non_finite_gradient_is_an_error_and_leaves_the_weights_alone(nano: st
     assert one.policy_version == 0
 
 
-@pytest.mark.parametrize("sampler", [{}, {"temperature": 0.6, "top_p": 0.9}, {"temperature": 1.3, "top_k": 5}])
-def test_the_ratio_is_one_when_the_policy_itself_was_the_sampler(nano: str, sampler: dict):
+@pytest.mark.parametrize(
+    "sampler", [{}, {"temperature": 0.6, "top_p": 0.9}, {"temperature": 1.3, "top_k": 5}]
+)
+def test_the_ratio_is_one_when_the_policy_itself_was_the_sampler(nano: str, sampler: dict[str, Any]) -> None:
     one = trainer(nano, **sampler)
     batch = ragged_batch()
     with torch.no_grad():
         positions = torch.arange(batch["tokens"].shape[1]).expand_as(batch["tokens"])
         logprobs, _ = one.policy(batch["tokens"], positions, batch["loss_mask"])
-    batch["behavior_logprobs"] = torch.zeros_like(batch["behavior_logprobs"]).masked_scatter(batch["loss_mask"], logprobs)
+    batch["behavior_logprobs"] = torch.zeros_like(batch["behavior_logprobs"]).masked_scatter(
+        batch["loss_mask"], logprobs
+    )
     metrics = one.step(batch).metrics
     assert metrics["ratio/mean"] == pytest.approx(1.0, abs=1e-5)
     assert metrics["ratio/clip_fraction"] == 0.0
 
 
-def test_old_behavior_engages_the_clip(nano: str):
-    assert trainer(nano).step(ragged_batch()).metrics["ratio/clip_fraction"] > 0.1
+def test_old_behavior_engages_the_clip(nano: str) -> None:
+    assert trainer(nano).step(ragged_batch()).metrics["ratio/clip_fraction"] == pytest.approx(0.9, abs=0.15)
 
 
-def test_a_snapshot_is_the_weights_bit_for_bit_also_in_bfloat16(nano: str):
+def test_a_snapshot_is_the_weights_bit_for_bit_also_in_bfloat16(nano: str) -> None:
     hf = load_hf(nano, torch.float32)
     for dtype in (torch.float32, torch.bfloat16):
         publisher = Publisher(hf.named_parameters(), dtype)
@@ -177,7 +186,7 @@ def test_a_snapshot_is_the_weights_bit_for_bit_also_in_bfloat16(nano: str):
         publisher.close()
 
 
-def test_trainable_patterns_freeze_the_rest_and_a_pattern_without_a_match_is_an_error(nano: str):
+def test_trainable_patterns_freeze_the_rest_and_a_pattern_without_a_match_is_an_error(nano: str) -> None:
     hf = load_hf(nano, torch.float32)
     freeze_except(hf, [r"model\.norm\."])
     assert [n for n, p in hf.named_parameters() if p.requires_grad] == ["model.norm.weight"]

@@ -1,4 +1,4 @@
-"""Actors for the tests of launch and meshes, importable in actor processes as a user's own module would be."""
+"""Actors for the tests of launch and meshes, importable in actor processes as a user's module would be."""
 
 from __future__ import annotations
 

@@ -41,8 +41,9 @@ def test_four_groups_of_four_equal_what_the_public_systems_agree_on(kind: str, k
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reward", [0.35, 0.1, 0.7, 0.0, -1e6])
 @pytest.mark.parametrize("size", [2, 3, 7, 8])
-def test_equal_rewards_give_exactly_zero(kind: str, reward: float, size: int) -> None:
-    rewards = torch.full((size,), reward)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_rewards_give_exactly_zero(kind: str, reward: float, size: int, dtype: torch.dtype) -> None:
+    rewards = torch.full((size,), reward, dtype=dtype)
     assert bool(is_degenerate(rewards))
     assert advantages(rewards, kind, size).tolist() == [0.0] * size
 

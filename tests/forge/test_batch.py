@@ -182,7 +182,7 @@ def changed(key: str, index: tuple[int, ...], value: Any) -> TensorDict:
         ),
         (broken("ref_logprobs", torch.zeros(2, 5).double()), r"ref_logprobs has dtype torch\.float64"),
         (changed("loss_mask", (0, 0), True), "loss_mask is set at position 0"),
-        (changed("loss_mask", (1, 4), True), "loss_mask is set beyond lengths"),
+        (changed("loss_mask", (1, 3), True), "loss_mask is set beyond lengths"),
         (changed("lengths", (0,), 6), r"lengths must lie in \[1, 5\], got \[6, 3\]"),
         (changed("lengths", (0,), 0), r"lengths must lie in \[1, 5\], got \[0, 3\]"),
         (changed("token_versions", (0, 3), -1), "token_versions is negative under loss_mask"),

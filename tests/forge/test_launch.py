@@ -84,7 +84,9 @@ def apps(tmp_path: Path) -> Iterator[list[App]]:
     for app in started:
         if app.process.poll() is None:
             os.killpg(app.process.pid, signal.SIGKILL)
-            app.process.communicate()
+            app.process.wait()
+        assert app.process.stdout is not None
+        app.process.stdout.close()
 
 
 def start(apps: list[App], folder: Path, what: str, command: list[str] = PYTHON) -> App:
@@ -199,7 +201,7 @@ def test_two_nodes_run_one_trainer_over_both(apps: list[App], tmp_path: Path, wh
         assert "done" in output
     else:
         assert 1 in codes
-        assert any("actor trainer_0 failed: rank 0 of 4" in error for _, _, error in ended)
+        assert any("actor trainer_0 failed: rank 0 of 4" in error for _, _, error in ended), ended
 
 
 def test_only_processes_with_the_mark_are_killed() -> None:

@@ -340,6 +340,21 @@ def test_the_support_is_that_of_the_installed_engine(
     torch.testing.assert_close(entropy, torch.special.entr(processed.exp()).sum(-1), rtol=0, atol=1e-5)
 
 
+def test_a_token_within_rounding_of_the_limit_goes_where_the_engine_puts_it() -> None:
+    """1 - p is 0.10000002 in float32 and 0.1 in float64: what lies between them tells the two apart."""
+    tail = torch.rand((20_000, 3), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    tail = tail / tail.sum(-1, keepdim=True) / 9.0
+    rows = torch.cat([tail, torch.ones(20_000, 1)], dim=-1).log().float().sort(-1).values
+    mass = rows.softmax(-1).cumsum(-1)[:, 2]
+    rows = rows[(mass > 0.1) & (mass <= 0.10000002)]
+    assert len(rows) > 10
+    p = torch.full((len(rows),), 0.9)
+    wanted = engine_rule()(rows.clone(), None, p).log_softmax(-1)[:, 3]
+    targets = torch.full((len(rows),), 3)
+    logprobs, _ = token_logprobs(torch.eye(len(rows)), rows.T, targets, top_p=0.9)
+    torch.testing.assert_close(logprobs, wanted, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 def test_the_probabilities_of_the_support_sum_to_one(settings: dict[str, Any]) -> None:
     """Each token as the target in turn; a token outside gets in only because it is asked for."""

@@ -254,12 +254,20 @@ def test_dual_clip_bounds_only_tokens_with_negative_advantage() -> None:
     assert value_and_grad(x, make_config())[0] == pytest.approx((math.exp(3.0) - 1.28) / 2)
 
 
-def test_a_far_off_token_gives_finite_numbers() -> None:
-    x = replace(forward_input(), behavior_logprobs=torch.full((6, 5), -2000.0, dtype=torch.float64))
-    for cfg in (make_config(), make_config(kl_weight=1.0)):
-        value, grad = value_and_grad(replace(x, ref_logprobs=x.behavior_logprobs), cfg)
-        assert math.isfinite(value)
-        assert bool(grad.isfinite().all())
+@pytest.mark.parametrize("far", [-2000.0, 2000.0])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_a_far_off_token_gives_finite_numbers(far: float, estimator: str) -> None:
+    x = forward_input()
+    x = replace(x, behavior_logprobs=x.policy_logprobs + far, ref_logprobs=x.policy_logprobs + far)
+    value, grad = value_and_grad(x, make_config(kl_weight=1.0, kl_estimator=estimator))
+    assert math.isfinite(value)
+    assert bool(grad.isfinite().all())
+
+
+def test_k3_is_never_above_ten_and_never_below_zero() -> None:
+    kl = kl_divergence(torch.linspace(-50, 50, 101), torch.zeros(101), "k3")
+    assert kl.min() == 0.0
+    assert kl.max() == 10.0
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -348,9 +356,14 @@ def test_sequences_without_a_policy_token_do_not_count() -> None:
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf"), 1e30])
-def test_poisoned_padding_changes_nothing(aggregation: str, poison: float) -> None:
+@pytest.mark.parametrize("name", ["ppo_clip", "careless"])
+def test_poisoned_padding_changes_nothing(
+    name: str, aggregation: str, poison: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss need not think of padding: what it gets is clean, and what it returns there is not used."""
+    monkeypatch.setitem(LOSSES, "careless", lambda x, cfg: (1.0 - x.advantages * x.policy_logprobs, {}))
     x = replace(random_input(), entropy=torch.rand((8, 50), dtype=torch.float64))
-    cfg = make_config(aggregation, kl_weight=0.3, dual_clip=3.0)
+    cfg = make_config(aggregation, name=name, kl_weight=0.3, dual_clip=3.0)
 
     def poisoned(value: Tensor) -> Tensor:
         return torch.where(x.loss_mask, value, poison)
@@ -359,6 +372,12 @@ def test_poisoned_padding_changes_nothing(aggregation: str, poison: float) -> No
     bad["advantages"] = torch.where(x.loss_mask.any(1), x.advantages, poison)
     dirty = replace(x, **bad)
     value, grad = value_and_grad(x, cfg)
+    if name == "careless" and aggregation == "token_mean":
+        m = x.loss_mask
+        policy = (1.0 - x.advantages[:, None] * x.policy_logprobs)[m].mean()
+        assert x.ref_logprobs is not None
+        kl = kl_divergence(x.policy_logprobs, x.ref_logprobs, "k3")[m].mean()
+        assert value == pytest.approx(float(policy + 0.3 * kl))
     dirty_value, dirty_grad = value_and_grad(dirty, cfg)
     assert value == dirty_value
     assert torch.equal(grad, dirty_grad)
@@ -420,6 +439,7 @@ def test_metrics_are_means_over_policy_tokens() -> None:
     means, m = metric_means(out.metrics), x.loss_mask
     ratio = (x.policy_logprobs - x.behavior_logprobs).exp()
     assert means["ratio/mean"] == pytest.approx(float(ratio[m].mean()))
+    assert means["extra/kl_behavior"] == pytest.approx(float((ratio - 1.0 - ratio.log())[m].mean()))
     assert means["extra/entropy"] == pytest.approx(float(x.entropy[m].mean()))
     assert float(out.loss) == pytest.approx(means["loss/policy"] + 0.3 * means["loss/kl"])
     assert int(out.metrics["ratio/mean"][1]) == int(m.sum())

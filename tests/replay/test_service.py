@@ -105,17 +105,27 @@ def test_a_waiting_reserve_is_woken_by_a_group_that_leaves(how: str) -> None:
     run(main)
 
 
-def test_a_waiting_reserve_is_woken_when_sampling_drops_a_stale_group() -> None:
+@pytest.mark.parametrize("batch_follows", [False, True])
+def test_a_waiting_reserve_is_woken_when_sampling_drops_a_stale_group(batch_follows: bool) -> None:
     async def main() -> None:
         replay = make(1, 1, start_version=4)
-        first, second = await reserved(replay), await reserved(replay)
-        waiting = asyncio.create_task(replay.reserve())
-        await replay.add(first, group([4, 4], [4]))
-        await replay.add(second, group([4, 2], [4]))
-        batch = await sampled(replay, 4)
-        assert batch.stats["episodes/dropped"] == 2
+        await replay.add(await reserved(replay), group([4, 4], [4]))
+        await replay.add(await reserved(replay), group([4, 3], [4]))
+        await sampled(replay, 4)
         await replay.release(5)
-        assert await waiting == Ticket(2, 4)
+        third = await reserved(replay)
+        waiting = asyncio.create_task(replay.reserve())
+        await settle()
+        assert not waiting.done()
+        if batch_follows:
+            await replay.add(third, group([5], [5]))
+        sample = asyncio.create_task(replay.sample(5))
+        assert await waiting == Ticket(3, 5)
+        if not batch_follows:
+            await replay.add(third, group([5], [5]))
+        batch = await sample
+        assert batch is not None
+        assert (batch.stats["episodes/dropped"], batch.stats["tokens/wasted"]) == (2, 3)
 
     run(main)
 
@@ -204,6 +214,17 @@ def test_the_stats_of_a_batch_speak_of_its_episodes_and_of_the_time_since_the_la
         await replay.add(tickets[5], group([7], [7]))
         later = (await sampled(replay, 8)).stats
         assert (later["tokens/wasted"], later["groups/degenerate"], later["staleness/max"]) == (0, 0, 1)
+
+    run(main)
+
+
+def test_an_episode_that_trains_no_token_does_not_enter_the_staleness() -> None:
+    async def main() -> None:
+        replay = make(1, 1, start_version=5)
+        await replay.add(await reserved(replay), group([4, 5], []))
+        stats = (await sampled(replay, 5)).stats
+        assert (stats["staleness/mean"], stats["staleness/max"]) == (1, 1)
+        assert stats["episodes/trained"] == 2
 
     run(main)
 

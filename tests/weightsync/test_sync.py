@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 import torch
+
+from forge.errors import WeightSyncError
 from weightsync.plan import make_layout
 from weightsync.publisher import Endpoint
 from weightsync.sync import Applied, ApplyResult, WeightSync
-
-from forge.errors import WeightSyncError
 
 
 class FakeTrainer:
@@ -47,11 +49,11 @@ class FakeReplica:
         return ApplyResult(0.0, 0.0)
 
 
-def run(scenario):
-    return asyncio.run(asyncio.wait_for(scenario(), 10))
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 10))
 
 
-def test_a_stopped_replica_never_holds_up_a_publish_and_the_newest_version_wins():
+def test_a_stopped_replica_never_holds_up_a_publish_and_the_newest_version_wins() -> None:
     async def scenario() -> None:
         trainer = FakeTrainer()
         replica = FakeReplica(trainer)
@@ -77,7 +79,7 @@ def test_a_stopped_replica_never_holds_up_a_publish_and_the_newest_version_wins(
     run(scenario)
 
 
-def test_a_version_is_reported_only_when_every_replica_holds_it():
+def test_a_version_is_reported_only_when_every_replica_holds_it() -> None:
     async def scenario() -> None:
         trainer = FakeTrainer()
         fast, slow = FakeReplica(trainer, "generator_0"), FakeReplica(trainer, "generator_1")
@@ -92,7 +94,8 @@ def test_a_version_is_reported_only_when_every_replica_holds_it():
         await sync.publish(1)
         for _ in range(20):
             await asyncio.sleep(0)
-        assert fast.applied == [1] and seen == []
+        assert fast.applied == [1]
+        assert seen == []
         slow.may_go_on.set()
         sync.close()
         await loop
@@ -101,7 +104,7 @@ def test_a_version_is_reported_only_when_every_replica_holds_it():
     run(scenario)
 
 
-def test_a_replica_that_hangs_fails_at_the_deadline_by_name():
+def test_a_replica_that_hangs_fails_at_the_deadline_by_name() -> None:
     async def scenario() -> None:
         trainer = FakeTrainer()
         replica = FakeReplica(trainer, "generator_3")
@@ -121,7 +124,7 @@ def test_a_replica_that_hangs_fails_at_the_deadline_by_name():
     run(scenario)
 
 
-def test_versions_only_grow():
+def test_versions_only_grow() -> None:
     async def scenario() -> None:
         sync = WeightSync(FakeTrainer(), [])
         await sync.publish(1)
