@@ -17,6 +17,7 @@ from monarch.actor import Actor, concurrent_endpoint, endpoint
 
 from actors.vllm_engine import Completion, EngineOptions, Sampling, VllmEngine
 from forge.errors import ConfigError
+from forge.logprobs import MIN_TEMPERATURE
 from forge.memory import peak_rss_bytes
 from forge.mesh import within
 from weightsync.publisher import Endpoint
@@ -50,9 +51,9 @@ class GeneratorConfig:
 
     def validate(self) -> None:
         """Raises ConfigError naming the field, its value and its limit."""
-        if not self.temperature > 0:
+        if not self.temperature >= MIN_TEMPERATURE:
             raise ConfigError(
-                f"generator.temperature must be > 0, got {self.temperature}; greedy decoding has no policy gradient"
+                f"generator.temperature must be >= {MIN_TEMPERATURE}, got {self.temperature}; greedy decoding has no policy gradient"
             )
         if not 0 < self.top_p <= 1:
             raise ConfigError(

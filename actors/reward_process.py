@@ -19,7 +19,6 @@ from forge.errors import RewardError
 START_DEADLINE_S = 120.0
 """How long a process may take to start and to import one reward function, seconds."""
 _REAP_DEADLINE_S = 5.0
-_CLOSED = "the rewards are closed; score before shutdown"
 
 
 class RewardProcess:
@@ -41,17 +40,18 @@ class RewardProcess:
 
         RewardError when it cannot, or takes longer than `START_DEADLINE_S` over one of them.
         """
-        if self._closed:
-            raise RewardError(_CLOSED)
+        self._refuse_if_closed()
         if self._process is not None:
             return
         await self._reap()
         ours, theirs = socket.socketpair()
         with theirs:
             self._reader, self._writer = await asyncio.open_connection(sock=ours)
-            if self._closed:  # meanwhile
+            try:
+                self._refuse_if_closed()
+            except RewardError:
                 self._writer.close()
-                raise RewardError(_CLOSED)
+                raise
             code = (
                 f"import sys; sys.path[:] = {sys.path!r}; "
                 f"from actors.reward_worker import serve; serve({theirs.fileno()}, {os.getpid()})"
@@ -104,6 +104,10 @@ class RewardProcess:
         if "error" in answer:
             raise RewardError(answer["error"])
         return [float(value) for value in answer["values"]]
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise RewardError("the rewards are closed; score before shutdown")
 
     async def close(self) -> None:
         """Ends the process; a call in progress raises RewardError. May be called twice."""

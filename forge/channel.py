@@ -31,13 +31,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from forge.blocks import MAX_READERS, Block, BlockStore, Cells
+from forge.blocks import Block, BlockStore, Cells
 from forge.errors import ChannelError
 from forge.layout import Layout, flatten, rebuild, write
 from forge.segment import Segment, SegmentRef, identity
 
 __all__ = ["Handle", "Pool", "PoolStats", "Segment", "SegmentRef"]
 __all__ += ["alloc", "close", "default_pool", "open", "put", "reclaim", "set_default_pool", "take"]
+
+MAX_READERS = 64
+"""Receivers that one handle can have."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,9 @@ class Handle:
     segment: SegmentRef | None = None
     """Where the data lies; None when it travels in `payload`."""
     offset: int = 0
-    """Of the block inside the segment, bytes."""
+    """Of the data inside the segment, bytes."""
+    cells: tuple[int, ...] = field(default=(), repr=False)
+    """Where in the segment its readers sign, one cell each."""
     payload: bytes = field(default=b"", repr=False)
 
 
@@ -101,8 +106,9 @@ class Pool:
 
     def _begin(self) -> None:
         self._store = BlockStore(self.max_bytes, self.wait_s, self.unopened_s)
+        weakref.finalize(self, self._store.close)
         self._lock = self._store.lock
-        self._attached: dict[str, Segment] = {}
+        self._attached: dict[str, Cells] = {}
 
     # ---- sending
 
@@ -119,9 +125,7 @@ class Pool:
             raise ChannelError(f"readers must lie in [1, {MAX_READERS}], got {readers}; put it several times")
         layout, leaves = flatten(td)
         if any(leaf.is_meta for leaf in leaves):
-            raise ChannelError(
-                "a leaf is on the meta device and has no bytes; fill what `alloc` returns instead"
-            )
+            raise ChannelError("a leaf is on the meta device and has no bytes; fill what `alloc` returns instead")
         handle = Handle(next(self._tickets), readers, layout.nbytes, tuple(td.batch_size), layout.dumps())
         resident = self._put_resident(handle, layout, leaves)
         if resident is not None:
@@ -130,9 +134,9 @@ class Pool:
             memory = bytearray(layout.nbytes)
             write(layout, leaves, memory)
             return replace(handle, payload=bytes(memory))
-        block = self._store.acquire(layout.nbytes)
+        block = self._store.acquire(layout.nbytes, readers)
         try:
-            write(layout, leaves, block.payload())
+            write(layout, leaves, block.memory())
             return self._offer(block, handle)
         finally:
             block.held = False
@@ -143,9 +147,9 @@ class Pool:
         `like` may lie on any device, `meta` included. Non-tensor data is carried over. Raises as `put` does.
         """
         layout, _ = flatten(like)
-        block = self._store.acquire(layout.nbytes)
+        block = self._store.acquire(layout.nbytes, 0)
         try:
-            memory = block.payload()
+            memory = block.memory()
             block.tensors = weakref.ref(memory)
             return rebuild(layout, memory)
         finally:
@@ -158,7 +162,8 @@ class Pool:
             block = self._store.at(full[0].data_ptr()) if full else None
             if block is None or not block.allocated() or not all(_is_plain(leaf) for leaf in full):
                 return None
-            start, stop = block.address, block.cells.segment.buffer.data_ptr() + block.offset + block.size
+            start = block.arena.address + block.offset
+            stop = start + block.size
             if not all(start <= x.data_ptr() and x.data_ptr() + x.nbytes <= stop for x in full):
                 return None
             offsets = [leaf.data_ptr() - start if leaf.numel() else 0 for leaf in leaves]
@@ -167,8 +172,8 @@ class Pool:
     def _offer(self, block: Block, handle: Handle) -> Handle:
         with self._lock:
             block.settle(self.unopened_s)
-            block.offer(handle.ticket, handle.readers)
-        return replace(handle, segment=block.cells.segment.ref, offset=block.offset)
+            cells = block.offer(handle.ticket, handle.readers)
+        return replace(handle, segment=block.arena.segment.ref, offset=block.offset, cells=cells)
 
     # ---- receiving
 
@@ -182,7 +187,7 @@ class Pool:
             return rebuild(Layout.loads(handle.layout), bytearray(handle.payload))
         cells, cell = self._claim(handle)
         # A buffer object of this open alone: its end is the end of the last storage made of it.
-        memory = cells.segment.memory[cells.payload_start :]
+        memory = cells.segment.memory[handle.offset :]
         weakref.finalize(memory, cells.release, cell, os.getpid()).atexit = False
         return rebuild(Layout.loads(handle.layout), memory)
 
@@ -192,7 +197,7 @@ class Pool:
             return self.open(handle)
         cells, cell = self._claim(handle)
         try:
-            memory = cells.segment.memory[cells.payload_start :]
+            memory = cells.segment.memory[handle.offset :]
             return rebuild(Layout.loads(handle.layout), memory, copy=True)
         finally:
             cells.release(cell, os.getpid())
@@ -206,11 +211,11 @@ class Pool:
             return
         with self._lock:
             try:
-                cells = self._reach(handle.segment, handle.offset)
+                cells = self._reach(handle.segment)
             except ChannelError:
                 return
-            if identity() not in cells.readers(handle.ticket):
-                cell = cells.claim(handle.ticket)
+            if identity() not in cells.readers(handle.ticket, handle.cells):
+                cell = cells.claim(handle.ticket, handle.cells)
                 if cell is not None:
                     cells.release(cell, os.getpid())
 
@@ -218,33 +223,33 @@ class Pool:
         ref = handle.segment
         assert ref is not None
         with self._lock:
-            cells = self._reach(ref, handle.offset)
-            cell = cells.claim(handle.ticket)
+            cells = self._reach(ref)
+            cell = cells.claim(handle.ticket, handle.cells)
             if cell is not None:
                 return cells, cell
-            pids = sorted({pid for pid, _ in cells.readers(handle.ticket)})
+            pids = sorted({pid for pid, _ in cells.readers(handle.ticket, handle.cells)})
         why = f"its {handle.readers} reader(s) have opened or closed it, processes {pids}; put more readers"
         if not pids:
             why = f"its {handle.readers} reader(s) are done, or none came for unopened_s; put it again"
         raise ChannelError(f"handle {handle.ticket} of process {ref.pid} cannot be opened: {why}")
 
-    def _reach(self, ref: SegmentRef, offset: int) -> Cells:
-        segment = self._store.segments.get(ref.id)
-        if segment is None:
-            segment = self._attached.get(ref.id)
-            if segment is None:
-                self._forget_closed()
-                segment = self._attached[ref.id] = Segment.attach(ref)
+    def _reach(self, ref: SegmentRef) -> Cells:
+        if ref.id in self._store.arenas:
+            return self._store.arenas[ref.id].cells
+        if ref.id in self._attached:
             ref.check_open()
-        return Cells(segment, offset)
+        else:
+            self._forget_closed()
+            self._attached[ref.id] = Cells(Segment.attach(ref))
+        return self._attached[ref.id]
 
     def _forget_closed(self) -> None:
         # What stays mapped here would keep alive the memory of senders that have ended or given it up.
-        for name, segment in list(self._attached.items()):
+        for name, cells in list(self._attached.items()):
             try:
-                segment.ref.check_open()
+                cells.segment.ref.check_open()
             except ChannelError:
-                segment.close()
+                cells.segment.close()
                 del self._attached[name]
 
     # ---- upkeep
@@ -262,20 +267,20 @@ class Pool:
         """What the pool holds; does not reclaim."""
         with self._lock:
             store = self._store
-            return PoolStats(len(store.segments), store.owned_bytes, store.busy_bytes(), len(self._attached))
+            return PoolStats(len(store.arenas), store.owned_bytes, store.busy_bytes(), len(self._attached))
 
     def shutdown(self) -> None:
         """Closes every segment: handles not yet opened become errors, what is open stays valid."""
         with self._lock:
             self._store.close()
-            for segment in self._attached.values():
-                segment.close()
+            for cells in self._attached.values():
+                cells.segment.close()
             self._attached.clear()
 
     def _after_fork(self) -> None:
         self._store.close()
-        for segment in self._attached.values():
-            segment.close()
+        for cells in self._attached.values():
+            cells.segment.close()
         self._begin()  # a new lock too: another thread of the parent may have held the old one
 
 

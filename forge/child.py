@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from multiprocessing import resource_tracker, util
 from pathlib import Path
 
 _SCRATCH_ENV = "MESHFORGE_SCRATCH"
@@ -82,10 +83,29 @@ def guard_process_group() -> None:
     os.register_at_fork(after_in_child=forget)
 
 
+def start_resource_tracker() -> None:
+    """Start multiprocessing's tracker outside the group that the guard kills, and outside the run's mark.
+
+    It outlives a SIGKILL of this process by the moment it takes to unlink the semaphores that an inference engine
+    had made; killed along with the group, it would leave them in /dev/shm.
+    """
+    env = {name: value for name, value in os.environ.items() if name != "MESHFORGE_RUN_ID"} | {"PYTHONWARNINGS": "ignore"}
+
+    def spawn(path: bytes, args: list[str], passfds: tuple[int, ...]) -> int:
+        return subprocess.Popen(args, executable=path, pass_fds=passfds, start_new_session=True, env=env).pid
+
+    original, util.spawnv_passfds = util.spawnv_passfds, spawn
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        util.spawnv_passfds = original
+
+
 def main() -> None:
     """Guard this process, then run the module that Monarch's own bootstrap command names."""
     # Ctrl-C belongs to the controller, which ends the actors in order. Subprocesses inherit this.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    start_resource_tracker()
     guard_process_group()
     flag, module = sys.argv[1:3]
     assert flag == "-m", f"Monarch's bootstrap command has moved: {sys.argv[1:]}"

@@ -109,7 +109,7 @@ def exit_on_signals() -> None:
     """Until a Controller takes over, a signal ends the process at once, and with it Monarch's children."""
 
     def stop(number: int, _frame: object) -> None:
-        print("\nstopped before the run began", file=sys.stderr, flush=True)
+        print("\nstopped", file=sys.stderr, flush=True)
         exit_at_once(128 + number)
 
     for number in _SIGNALS:

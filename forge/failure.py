@@ -48,8 +48,10 @@ def describe(error: BaseException) -> str:
 
 def explain(report: str) -> str:
     """Monarch's report of a failure, in a user's words: which rank, and what ended it."""
-    place = re.search(r"'procs': (\d+)/(\d+)\}", report)
-    rank = f"rank {place[1]} of {place[2]}: " if place and place[2] != "1" else ""
+    index, count = 0, 1
+    for coordinate, size in re.findall(r"'\w+': (\d+)/(\d+)", report.partition("\n")[0]):
+        index, count = index * int(size) + int(coordinate), count * int(size)
+    rank = f"rank {index} of {count}: " if count > 1 else ""
     killed = re.search(r"Killed\(sig=(\d+)", report)
     if killed:
         number = int(killed[1])

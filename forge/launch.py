@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -25,8 +26,9 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from forge.controller import Controller, Stopping, exit_at_once, exit_on_signals
@@ -60,7 +62,7 @@ RUN_ID_ENV = "MESHFORGE_RUN_ID"
 NODE_IP_ENV = "MESHFORGE_NODE_IP"
 """The address by which other nodes reach this one; set in every process of several nodes, yours first."""
 _SHUTDOWN_S = 10.0
-_STORE_PREFIX = "meshforge"
+_JOIN_S = 60.0
 
 _HOST_WORKER = """
 import os, signal, sys, threading
@@ -88,17 +90,18 @@ class Hosts:
     """Number of nodes."""
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Marks every process of the run, in its environment."""
-    store: Any = None
-    """The rendezvous store of several nodes."""
+    leashes: Sequence[socket.socket] = ()
+    """One connection to each other node; it carries the exit code, and its loss ends the node."""
     local_worker: subprocess.Popen[bytes] | None = None
     """The controller node's own host process, where there are several nodes."""
 
-    def tear_down(self) -> None:
+    def tear_down(self, code: int = 0) -> None:
         """End every process of the run, within half a minute whatever is broken; Monarch is spent then."""
         from monarch.actor import shutdown_context
 
-        if self.store is not None:
-            _best_effort(lambda: self.store.set(f"{_STORE_PREFIX}/done", "1"))
+        for leash in self.leashes:
+            _best_effort(partial(leash.sendall, bytes([code % 256])))
+        if self.num_hosts > 1:
             _best_effort(lambda: self.mesh.shutdown().get(timeout=_SHUTDOWN_S))
         if self.local_worker is not None:
             _best_effort(lambda: self.local_worker and self.local_worker.wait(_SHUTDOWN_S))
@@ -180,51 +183,64 @@ def _several_nodes(node: int, num_nodes: int, slots: int) -> Hosts:
     store, _, _ = next(rendezvous("env://"))
     ip = os.environ.setdefault(NODE_IP_ENV, _own_ip(*master))
     address = f"tcp://{ip}:{_free_port(ip)}"
-    store.set(f"{_STORE_PREFIX}/host/{node}", address)
+    store.set(f"meshforge/host/{node}", address)
     _strip_torchrun_env()
     if node != 0:
-        _serve_node(store, ip, address)
+        leash_ip, _, leash_port = store.get("meshforge/leash").decode().rpartition(":")
+        _serve_node(socket.create_connection((leash_ip, int(leash_port)), timeout=_JOIN_S), ip, address)
     from monarch.actor import attach_to_workers, enable_transport
 
     worker = _start_host_worker(ip, address)
     enable_transport(f"tcp://{ip}:0")
-    addresses = [store.get(f"{_STORE_PREFIX}/host/{index}").decode() for index in range(num_nodes)]
-    mesh = attach_to_workers(ca="trust_all_connections", workers=list(addresses), name="hosts")
     try:
-        mesh.initialized.get(timeout=60)
+        leashes = _take_leashes(store, ip, num_nodes - 1)
+        addresses = [store.get(f"meshforge/host/{index}").decode() for index in range(num_nodes)]
+        mesh = attach_to_workers(ca="trust_all_connections", workers=list(addresses), name="hosts")
+        mesh.initialized.get(timeout=_JOIN_S)
     except Exception as error:
-        raise LaunchError(f"the nodes at {addresses} could not be joined within 60 s: {error}") from error
-    return Hosts(mesh, slots, num_nodes, store=store, local_worker=worker)
+        raise LaunchError(f"{num_nodes} nodes could not be joined within {_JOIN_S:g} s: {error}") from error
+    return Hosts(mesh, slots, num_nodes, leashes=leashes, local_worker=worker)
 
 
-def _serve_node(store: Any, ip: str, address: str) -> NoReturn:
+def _take_leashes(store: Any, ip: str, count: int) -> list[socket.socket]:
+    """A connection from each of the other `count` nodes."""
+    with socket.create_server((ip, 0)) as server:
+        server.settimeout(_JOIN_S)
+        store.set("meshforge/leash", f"{ip}:{server.getsockname()[1]}")
+        return [server.accept()[0] for _ in range(count)]
+
+
+def _serve_node(leash: socket.socket, ip: str, address: str) -> NoReturn:
     """Be a Monarch host until the controller is done or gone."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    threading.Thread(target=_watch_store, args=(store.clone(),), daemon=True).start()
+    codes: queue.Queue[int] = queue.Queue()
+    threading.Thread(target=_obey, args=(leash, codes), daemon=True).start()
     from monarch.actor import enable_transport, run_worker_loop_until_shutdown
 
     enable_transport(f"tcp://{ip}:0")
     run_worker_loop_until_shutdown(address=address, ca="trust_all_connections")
-    exit_at_once(0)
+    # With the controller's code: a torchrun agent whose node succeeds waits minutes for one whose node failed.
+    exit_at_once(codes.get(timeout=_SHUTDOWN_S))
 
 
-def _watch_store(store: Any, period_s: float = 2.0, grace_s: float = 20.0) -> None:
-    """End this node with the run: torchrun does not tell the other nodes that node 0 died, its store does."""
-    while True:
-        time.sleep(period_s)
-        try:
-            done = store.check([f"{_STORE_PREFIX}/done"])
-        except Exception as error:
-            print(
-                f"the controller is gone ({type(error).__name__}), so is this node",
-                file=sys.stderr,
-                flush=True,
-            )
-            os._exit(1)
-        if done:
-            time.sleep(grace_s)
-            os._exit(0)
+def _obey(leash: socket.socket, codes: queue.Queue[int], grace_s: float = 20.0) -> None:
+    """End this node with the controller, of whose death torchrun does not tell the other nodes."""
+    leash.settimeout(None)
+    leash.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
+        leash.setsockopt(socket.IPPROTO_TCP, option, value)
+    try:
+        message = leash.recv(1)
+    except OSError:
+        message = b""
+    if not message:
+        print("the controller is gone; this node ends", file=sys.stderr, flush=True)
+        exit_at_once(1)
+    codes.put(message[0])
+    # Shutting down Monarch's host ends this process before that.
+    time.sleep(grace_s)
+    exit_at_once(message[0])
 
 
 def _start_host_worker(ip: str, address: str) -> subprocess.Popen[bytes]:
@@ -275,5 +291,5 @@ def run(main: Callable[[Hosts, Stopping], Awaitable[object]], hosts: Hosts) -> N
     cancels the coroutine, the third ends the process on the spot.
     """
     code = Controller(lambda stopping: main(hosts, stopping)).drive()
-    hosts.tear_down()
+    hosts.tear_down(code)
     exit_at_once(code)

@@ -130,9 +130,7 @@ def _check_leaf(leaf: torch.Tensor, key: str) -> None:
     elif hasattr(leaf, "full_tensor"):
         kind, remedy = "distributed", "call .full_tensor() or .to_local()"
     if kind is not None:
-        raise ChannelError(
-            f"{key} is a {kind} tensor, shape {list(leaf.shape)}; only dense ones travel: {remedy}"
-        )
+        raise ChannelError(f"{key} is a {kind} tensor, shape {list(leaf.shape)}; only dense ones travel: {remedy}")
 
 
 def _build(node: Node, leaves: list[torch.Tensor]) -> Any:

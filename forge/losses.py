@@ -30,9 +30,7 @@ from forge.registry import lookup
 EXPONENT_LIMIT = 20.0
 KL_LIMIT = 10.0
 
-Aggregation: TypeAlias = Literal[
-    "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"
-]
+Aggregation: TypeAlias = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 KlEstimator: TypeAlias = Literal["k1", "k2", "k3"]
 AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
 
@@ -54,7 +52,7 @@ class LossConfig:
     clip_high: float = 0.28
     """The probability ratio is clipped above at 1 + clip_high; a fraction >= 0."""
     dual_clip: float | None = None
-    """Bound on the loss of a token with negative advantage, times -advantage (3 is usual); none: off."""
+    """Bound on the loss of a token with negative advantage, times -advantage (3 is usual); null: off."""
     aggregation: Aggregation = "token_mean"
     """How token losses become one number."""
     norm_length: int | None = None
@@ -72,7 +70,7 @@ class LossConfig:
         _require(self.clip_low, 0.0 <= self.clip_low <= 1.0, "loss.clip_low", "in [0, 1]")
         _require(self.clip_high, self.clip_high >= 0.0, "loss.clip_high", ">= 0")
         dual_ok = self.dual_clip is None or self.dual_clip > 1.0
-        _require(self.dual_clip, dual_ok, "loss.dual_clip", "> 1, or none")
+        _require(self.dual_clip, dual_ok, "loss.dual_clip", "> 1, or null")
         _require(self.kl_weight, self.kl_weight >= 0.0, "loss.kl_weight", ">= 0")
         _require(self.aggregation, self.aggregation in AGGREGATIONS, "loss.aggregation", f"in {AGGREGATIONS}")
         _require(self.kl_estimator, self.kl_estimator in KL_ESTIMATORS, "loss.kl_estimator", "k1, k2 or k3")
@@ -179,7 +177,7 @@ def aggregate(values: Tensor, loss_mask: Tensor, cfg: LossConfig) -> Tensor:
         return (values.sum(dim=1) / loss_mask.sum(dim=1).clamp(min=1)).sum()
     if cfg.aggregation == "seq_mean_token_sum_norm":
         if cfg.norm_length is None:
-            raise ConfigError("loss.norm_length is none; seq_mean_token_sum_norm needs a token count")
+            raise ConfigError("loss.norm_length is null; seq_mean_token_sum_norm needs a token count")
         return values.sum() / cfg.norm_length
     return values.sum()
 
@@ -199,9 +197,7 @@ def compute_loss(x: LossInput, cfg: LossConfig, global_denominator: Tensor | flo
     policy = loss = aggregate(token_loss, x.loss_mask, cfg)
     if cfg.kl_weight:
         if x.ref_logprobs is None:
-            raise SchemaError(
-                f"ref_logprobs is missing; loss.kl_weight is {cfg.kl_weight}, it needs them or 0"
-            )
+            raise SchemaError(f"ref_logprobs is missing; loss.kl_weight is {cfg.kl_weight}, it needs them or 0")
         kl = kl_divergence(x.policy_logprobs, x.ref_logprobs, cfg.kl_estimator)
         loss = policy + cfg.kl_weight * aggregate(kl, x.loss_mask, cfg)
         token_metrics = {"loss/kl": kl, **token_metrics}
@@ -252,9 +248,7 @@ def _blank(name: str, value: Tensor, mask: Tensor) -> Tensor:
     if name == "advantages" and value.shape == mask.shape[:1]:
         value = value[:, None].expand_as(mask)
     if value.shape != mask.shape:
-        raise SchemaError(
-            f"{name} has shape {list(value.shape)}, loss_mask {list(mask.shape)}; make them equal"
-        )
+        raise SchemaError(f"{name} has shape {list(value.shape)}, loss_mask {list(mask.shape)}; make them equal")
     if value.is_floating_point():
         value = value.to(torch.promote_types(value.dtype, torch.float32))
     return torch.where(mask, value, torch.zeros((), dtype=value.dtype, device=value.device))

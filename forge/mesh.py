@@ -140,8 +140,7 @@ class Cluster:
         place = self._placement.replica(role, replica)
         if not place.name.isidentifier() or place.name == _MONARCH_LOGGER:
             raise ConfigError(
-                f"role {role!r} cannot name a mesh; use letters, digits and underscores, "
-                f"and not {_MONARCH_LOGGER!r}"
+                f"role {role!r} cannot name a mesh; use letters, digits and underscores, and not {_MONARCH_LOGGER!r}"
             )
         if place.name in self._meshes:
             raise ConfigError(f"mesh {place.name} exists already; use another role name or replica number")

@@ -186,8 +186,7 @@ def plan_placement(
     names = tuple(device_names) if device_names else tuple(str(index) for index in range(slots))
     if len(names) < slots:
         raise ConfigError(
-            f"{slots} device slots a node, but CUDA_VISIBLE_DEVICES lists {len(names)} device(s); "
-            "lower mesh.slots"
+            f"{slots} device slots a node, but CUDA_VISIBLE_DEVICES lists {len(names)} device(s); lower mesh.slots"
         )
     placed: dict[str, RolePlacement] = {}
     for role in roles:
@@ -208,8 +207,7 @@ def plan_placement(
             )
         else:
             replicas = tuple(
-                _on_cores(role, index, procs, num_hosts, device, role_cfg.threads)
-                for index in range(role_cfg.replicas)
+                _on_cores(role, index, procs, num_hosts, device, role_cfg.threads) for index in range(role_cfg.replicas)
             )
         placed[role] = RolePlacement(procs, replicas)
     return Placement(device, placed)

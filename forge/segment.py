@@ -138,9 +138,7 @@ class Segment:
         if nbytes < 1:
             raise ChannelError(f"nbytes must be >= 1, got {nbytes}; an empty segment cannot be mapped")
         if not hasattr(os, "memfd_create"):
-            raise ChannelError(
-                f"shared memory files need Linux, this is {sys.platform}; use a Linux container"
-            )
+            raise ChannelError(f"shared memory files need Linux, this is {sys.platform}; use a Linux container")
         name = secrets.token_hex(8)
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         fd = _open(lambda: os.memfd_create(_NAME + name, flags), f"make a segment of {nbytes} bytes")

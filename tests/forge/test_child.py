@@ -85,8 +85,6 @@ def test_die_with_parent_ends_a_process_whose_parent_was_killed() -> None:
 
 def test_die_with_parent_notices_a_parent_that_has_died_already() -> None:
     program = f"from forge.child import die_with_parent; die_with_parent({os.getpid() + 1}); print('alive')"
-    ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=20
-    )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=20)
     assert ended.returncode == -signal.SIGKILL
     assert ended.stdout == ""

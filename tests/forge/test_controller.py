@@ -48,9 +48,7 @@ def test_a_coroutine_that_returns_exits_with_0() -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_the_first_signal_lets_the_coroutine_finish(
-    number: int, code: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_signal_lets_the_coroutine_finish(number: int, code: int, capsys: pytest.CaptureFixture[str]) -> None:
     steps = []
 
     async def main(stopping: Stopping) -> None:

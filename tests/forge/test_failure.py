@@ -85,6 +85,8 @@ def test_monarchs_reports_are_put_into_words() -> None:
     assert explain(head + "the process this actor was running on failed: Killed(sig=9)") == (
         "rank 1 of 2: its process was killed by SIGKILL; the kernel does that when memory runs out, see dmesg"
     )
+    nodes = head.replace("{'procs'", "{'hosts': 1/2, 'procs'")
+    assert explain(nodes + "the process exited with non-zero code 1").startswith("rank 3 of 4: ")
     assert explain(alone + "the process failed: Killed(sig=11)") == "its process was killed by SIGSEGV"
     assert explain(alone + "the process failed: Killed(sig=99)") == "its process was killed by signal 99"
     assert explain(alone + "the process exited with non-zero code 3") == "its process exited with code 3"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -63,10 +64,7 @@ class App:
         found = []
         for entry in Path("/proc").iterdir():
             try:
-                if (
-                    entry.name.isdigit()
-                    and f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes()
-                ):
+                if entry.name.isdigit() and f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes():
                     found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
             except OSError:
                 continue
@@ -112,7 +110,7 @@ def test_ctrl_c_finishes_the_step_and_exits_with_130(apps: list[App], tmp_path: 
     assert "Traceback" not in error
 
 
-@pytest.mark.parametrize("delay_s", [0.3, 0.8, 1.3])
+@pytest.mark.parametrize("delay_s", [0.3, 1.0])
 def test_ctrl_c_during_start_up_ends_the_run_at_once(apps: list[App], tmp_path: Path, delay_s: float) -> None:
     app = start(apps, tmp_path, "wait")
     time.sleep(delay_s)
@@ -181,7 +179,7 @@ def test_torchrun_on_one_node_gives_the_trainer_its_ranks(apps: list[App], tmp_p
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("what", ["nothing", "kill"])
+@pytest.mark.parametrize("what", ["nothing", "kill", "wait"])
 def test_two_nodes_run_one_trainer_over_both(apps: list[App], tmp_path: Path, what: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -192,25 +190,31 @@ def test_two_nodes_run_one_trainer_over_both(apps: list[App], tmp_path: Path, wh
         *("--rdzv-endpoint", f"127.0.0.1:{port}"),
     ]
     nodes = [start(apps, tmp_path, what, command) for _ in range(2)]
+    if what == "wait":
+        # Either agent may have started the controller, the only process that prints.
+        speaking, _, _ = select.select([node.process.stdout for node in nodes], [], [], 90)
+        (node,) = (node for node in nodes if node.process.stdout in speaking)
+        os.kill(int(node.until("ready")[1]), signal.SIGKILL)
     ended = [node.finish() for node in nodes]
-    output = [line for _, lines, _ in ended for line in lines]
-    assert [line for line in output if line.startswith("rank")] == [f"rank {i} False 1 []" for i in range(4)]
     codes = [code for code, _, _ in ended]
+    output = [line for _, lines, _ in ended for line in lines]
     if what == "nothing":
+        assert [line for line in output if line.startswith("rank")] == [f"rank {i} False 1 []" for i in range(4)]
         assert codes == [0, 0], ended
         assert "done" in output
-    else:
-        assert 1 in codes
+    elif what == "kill":
+        assert codes == [1, 1], ended
         assert any("actor trainer_0 failed: rank 0 of 4" in error for _, _, error in ended), ended
+    else:
+        assert codes == [1, 1], ended
+        assert any("the controller is gone; this node ends" in error for _, _, error in ended), ended
 
 
 def test_only_processes_with_the_mark_are_killed() -> None:
     env = os.environ | {"MESHFORGE_RUN_ID": "some-run/judge"}
     sleeper = [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(600)"]
     marked = subprocess.Popen(sleeper, env=env, stdout=subprocess.PIPE)
-    other = subprocess.Popen(
-        sleeper, env=env | {"MESHFORGE_RUN_ID": "some-run/judge_1"}, stdout=subprocess.PIPE
-    )
+    other = subprocess.Popen(sleeper, env=env | {"MESHFORGE_RUN_ID": "some-run/judge_1"}, stdout=subprocess.PIPE)
     try:
         for process in (marked, other):
             assert process.stdout is not None

@@ -465,7 +465,7 @@ def test_without_exact_entropy_the_metric_says_that_it_is_approximate() -> None:
         ({"name": "forge.losses:KL_LIMIT"}, "is a float, not a function"),
         ({"clip_low": 1.5}, r"loss\.clip_low must be in \[0, 1\], got 1\.5"),
         ({"clip_high": -0.1}, r"loss\.clip_high must be >= 0, got -0\.1"),
-        ({"dual_clip": 0.5}, r"loss\.dual_clip must be > 1, or none, got 0\.5"),
+        ({"dual_clip": 0.5}, r"loss\.dual_clip must be > 1, or null, got 0\.5"),
         ({"kl_weight": -1.0}, r"loss\.kl_weight must be >= 0, got -1\.0"),
         ({"kl_estimator": "k4"}, r"loss\.kl_estimator must be k1, k2 or k3, got k4"),
         ({"aggregation": "mean"}, r"loss\.aggregation must be in .*token_mean.*, got mean"),

@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Literal
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,9 +46,7 @@ def test_on_cuda_roles_of_one_pool_get_consecutive_devices_in_the_order_of_the_r
 
 
 def test_each_trainer_rank_sees_its_own_gpu_and_a_generator_sees_all_of_its_replica() -> None:
-    placement = plan(
-        MeshConfig(trainer=RoleConfig(procs=2, threads=3), generator=RoleConfig(procs=2, replicas=2))
-    )
+    placement = plan(MeshConfig(trainer=RoleConfig(procs=2, threads=3), generator=RoleConfig(procs=2, replicas=2)))
     trainer = placement.replica("trainer", 0)
     assert [env["CUDA_VISIBLE_DEVICES"] for env in trainer.envs] == ["0", "1"]
     assert [env["OMP_NUM_THREADS"] for env in trainer.envs] == ["3", "3"]
@@ -205,6 +204,13 @@ def test_fewer_visible_devices_than_slots_are_refused() -> None:
         plan(MeshConfig(), slots=2, device_names=["3"])
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_cuda_is_refused_where_there_is_no_gpu_and_auto_falls_back_to_cpu() -> None:
+    with pytest.raises(ConfigError, match=r"mesh\.device is cuda, but torch sees no GPU"):
+        detect_device(MeshConfig(device="cuda"), None)
+    assert detect_device(MeshConfig(), 2) == ("cpu", 2)
+
+
 def test_slots_of_the_config_win_over_those_of_torchrun() -> None:
     assert detect_device(MeshConfig(device="cpu", slots=3), 2) == ("cpu", 3)
     assert detect_device(MeshConfig(device="cpu"), 2) == ("cpu", 2)
@@ -231,9 +237,7 @@ def test_no_device_is_ever_handed_out_twice(
         return
     replicas = [replica for role in placement.roles.values() for replica in role.replicas]
     taken = [device for replica in replicas for device in replica.devices]
-    assert (
-        len(taken) == len(set(taken)) == trainer + generator[0] * generator[1] + reference[0] * reference[1]
-    )
+    assert len(taken) == len(set(taken)) == trainer + generator[0] * generator[1] + reference[0] * reference[1]
     assert max(taken) < slots * num_hosts
     for replica in replicas:
         nodes = {device // slots for device in replica.devices}

@@ -1,0 +1,1 @@
+"""What the benches share: arithmetic, anchors, peak memory by role, tables and the JSON line."""

@@ -1,0 +1,107 @@
+"""Starts the real app in a process of its own and looks at what it does, says and leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+APP = ROOT / "apps" / "grpo" / "main.py"
+NANO = ["--config", str(ROOT / "apps/grpo/tiny.yaml"), "--model=nano", "--data.args={num_digits: 4}"]
+MARK = "MESHFORGE_APP_RUN"
+
+
+class AppRun:
+    """One run of an app under a terminal-like process group; `folder` is its run folder."""
+
+    def __init__(
+        self, folder: Path, *options: str, launcher: tuple[str, ...] = (), app: Path = APP, prefix: tuple[str, ...] = ()
+    ) -> None:
+        self.folder = folder
+        self._mark = uuid.uuid4().hex
+        self._log = folder.parent / f"{folder.name}.log"
+        command = [*prefix, *(launcher or (sys.executable,)), str(app), *NANO, f"--run.dir={folder}", *options]
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, MARK: self._mark, "OMP_NUM_THREADS": "1"},
+                cwd=folder.parent,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """What metrics.jsonl holds by now."""
+        path = self.folder / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def wait_until(self, condition: Callable[[], object], what: str, timeout_s: float = 150.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self._process.poll() is None, f"the app ended before {what}:\n{self.output}"
+            assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}:\n{self.output}"
+            time.sleep(0.05)
+
+    def press_ctrl_c(self) -> None:
+        """SIGINT to the whole foreground group, as a terminal sends it."""
+        os.killpg(self._process.pid, signal.SIGINT)
+
+    def kill_actor(self, name: str) -> None:
+        """SIGKILL of the actor's own process."""
+        for process in self.processes():
+            command = process.cmdline()
+            if process.environ().get("MESHFORGE_RUN_ID", "").endswith(f"/{name}") and "forge.child" in command:
+                process.kill()
+                return
+        raise AssertionError(f"no process of actor {name} runs")
+
+    def finish(self, timeout_s: float = 150.0) -> int:
+        """The exit code; by then no process of the run may be alive."""
+        try:
+            code = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            left = [" ".join(p.cmdline()) for p in self.processes()]
+            self.end()
+            raise AssertionError(f"still running after {timeout_s} s: {left}\n{self.output}") from None
+        deadline = time.monotonic() + 5
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        names = [" ".join(p.cmdline()) for p in left]
+        self.end()
+        assert not names, f"left behind: {names}\n{self.output}"
+        return code
+
+    def processes(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def end(self) -> None:
+        """Ends what is left of the run, whatever the test found."""
+        for process in self.processes():
+            try:
+                process.kill()
+            except psutil.Error:
+                continue
+        self._process.wait()

@@ -1,0 +1,214 @@
+"""The app as a user runs it: real actors, a real engine, the 0.1 M model. What it says, writes and leaves behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from app_run import APP, NANO, ROOT, AppRun
+
+from apps.grpo.config import DEFAULT_PRESET, AppConfig, plan_run
+from apps.grpo.models import resolve_model
+from forge import config
+from forge.metrics import METRIC_KEYS
+from forge.placement import plan_placement
+
+Launch = Callable[..., AppRun]
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    runs: list[AppRun] = []
+
+    def start(*options: str, **settings: object) -> AppRun:
+        runs.append(AppRun(tmp_path / f"run{len(runs)}", *options, **settings))  # type: ignore[arg-type]
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.end()
+
+
+def check_rows(run: AppRun, steps: int, bound: int) -> None:
+    rows = run.rows()
+    assert [row["step"] for row in rows] == [row["policy_version"] for row in rows] == list(range(1, steps + 1))
+    for row in rows:
+        assert set(METRIC_KEYS) <= set(row)
+        assert row["staleness/max"] <= row["staleness/bound"] == bound
+        assert row["episodes/trained"] == 64
+        assert row["tokens/trained"] > 0
+        assert row["grad_norm"] > 0
+        if row["staleness/max"] == 0:
+            assert row["ratio/mean"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_torchrun_shards_the_trainer_and_leaves_a_folder_that_other_programs_read(launch: Launch) -> None:
+    run = launch("--trainer.steps=3", "--replay.max_staleness=0", launcher=TORCHRUN)
+    assert run.finish() == 0, run.output
+    check_rows(run, 3, bound=0)
+    assert "3 of 3" in run.output
+    assert "Traceback" not in run.output
+    episodes = [json.loads(line) for line in (run.folder / "episodes.jsonl").read_text().splitlines()]
+    assert {"step", "prompt", "completion", "reward", "versions"} <= set(episodes[0])
+    assert list(run.folder.glob("events.out.tfevents*"))
+    assert "max_staleness: 0" in (run.folder / "config.yaml").read_text()
+    check_checkpoint(run)
+
+
+def check_checkpoint(run: AppRun) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(run.folder / "checkpoint")
+    tokenizer = AutoTokenizer.from_pretrained(run.folder / "checkpoint")
+    ids = tokenizer("rev:1234=", return_tensors="pt").input_ids
+    assert model(ids).logits.isfinite().all()
+    start = AutoModelForCausalLM.from_pretrained(resolve_model("nano"))
+    assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), start.parameters(), strict=True))
+
+
+def test_an_actor_that_is_killed_ends_the_run_with_its_name(launch: Launch) -> None:
+    run = launch("--trainer.steps=1000")
+    run.wait_until(run.rows, "the first step")
+    run.kill_actor("generator_0")
+    assert run.finish(30) == 1, run.output
+    assert run.output.count("ActorFailed: actor generator_0 failed: its process was killed by SIGKILL") == 1, run.output
+
+
+def test_ctrl_c_ends_the_run_with_a_checkpoint_that_loads(launch: Launch) -> None:
+    run = launch("--trainer.steps=1000", "--generator.temperature=0.6", "--generator.top_p=0.9")
+    run.wait_until(lambda: len(run.rows()) >= 2, "two steps")
+    run.press_ctrl_c()
+    assert run.finish(40) == 130, run.output
+    check_rows(run, len(run.rows()), bound=1)
+    assert "stopping after this step" in run.output
+    assert "Traceback" not in run.output
+    assert f"{len(run.rows())} of 1,000" in run.output
+    check_checkpoint(run)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--trainer.stepz=3", "trainer.stepz"),
+        ("--trainer.lr=fast", "trainer.lr"),
+        ("--grpo.group_size=1", "grpo.group_size must be >= 2, got 1"),
+        ("--grpo.batch_size=63", "grpo.batch_size must be a positive multiple of grpo.group_size 8, got 63; use 64"),
+        ("--replay.max_staleness=-1", "replay.max_staleness must be >= 0, got -1"),
+        ("--model=/no/such/folder", "/no/such/folder does not exist"),
+        ("--mesh.trainer.procs=64", "64"),
+        ("--generator.temperature=0", "generator.temperature must be >= 0.01, got 0"),
+        ("--config=missing.yaml", "missing.yaml"),
+    ],
+)
+def test_what_cannot_work_is_one_clear_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], option: str, message: str
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        config.parse(
+            AppConfig,
+            [*NANO, option],
+            default_config=DEFAULT_PRESET,
+            prog="apps/grpo/main.py",
+            description="",
+            validate=lambda cfg: plan_run(cfg, None),
+        )
+    said = capsys.readouterr().err
+    assert end.value.code == 2
+    assert message in said
+    assert len(said.strip().splitlines()) == 1, said
+
+
+def test_a_wrong_option_ends_the_app_before_it_makes_or_starts_anything(tmp_path: Path) -> None:
+    command = [*TORCHRUN, str(APP), *NANO, f"--run.dir={tmp_path / 'run'}", "--trainer.stepz=3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stderr.count("trainer.stepz") == 1, done.stderr
+    assert done.returncode != 0
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("preset", ["smollm2", "tiny", "qwen3_1_7b"])
+def test_presets_parse_and_name_only_what_differs_from_the_defaults(preset: str) -> None:
+    path = APP.with_name(f"{preset}.yaml")
+    cfg = config.parse(AppConfig, [], default_config=path, prog="", description="")
+    cfg.validate()
+    if preset == "qwen3_1_7b":
+        placed = plan_placement(cfg.mesh, device="cuda", slots=8, torchrun_slots=8, roles=["trainer", "generator"])
+        devices = [d for role in placed.roles.values() for r in role.replicas for d in r.devices]
+        assert sorted(devices) == list(range(8))
+
+
+@pytest.mark.soak
+def test_debug_mode_runs_every_actor_in_one_process(launch: Launch) -> None:
+    run = launch("--trainer.steps=3", "--mesh.debug")
+    assert run.finish() == 0, run.output
+    check_rows(run, 3, bound=1)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize("bound", [0, 3])
+def test_runs_of_few_steps_end_at_any_bound(launch: Launch, steps: int, bound: int) -> None:
+    run = launch(f"--trainer.steps={steps}", f"--replay.max_staleness={bound}")
+    assert run.finish() == 0, run.output
+    check_rows(run, steps, bound)
+
+
+@pytest.mark.soak
+def test_a_reward_that_raises_ends_the_run_with_the_users_traceback_once(launch: Launch) -> None:
+    run = launch("--trainer.steps=100", "--reward.functions=[{path: 'tests_rewards:fails'}]", app=APP)
+    assert run.finish() == 1, run.output
+    assert run.output.count("the reward's own message") == 1, run.output
+
+
+@pytest.mark.soak
+def test_ctrl_c_while_the_actors_start_ends_at_once(launch: Launch) -> None:
+    run = launch("--trainer.steps=100")
+    run.wait_until(lambda: "starting the actors" in run.output, "the start of the actors")
+    run.press_ctrl_c()
+    assert run.finish(30) == 130, run.output
+    assert "stopping now" in run.output
+
+
+@pytest.mark.soak
+def test_ctrl_c_twice_ends_without_waiting_for_the_step(launch: Launch) -> None:
+    run = launch("--trainer.steps=1000")
+    run.wait_until(lambda: len(run.rows()) >= 2, "two steps")
+    run.press_ctrl_c()
+    run.wait_until(lambda: "press Ctrl-C again" in run.output, "the first answer")
+    import time
+
+    time.sleep(0.4)
+    run.press_ctrl_c()
+    assert run.finish(30) == 130, run.output
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["trainer_0", "replay", "reward"])
+def test_any_actor_that_is_killed_ends_the_run_with_its_name(launch: Launch, name: str) -> None:
+    run = launch("--trainer.steps=1000")
+    run.wait_until(run.rows, "the first step")
+    run.kill_actor(name)
+    assert run.finish(30) == 1, run.output
+    assert f"actor {name} failed: its process was killed by SIGKILL" in run.output, run.output
+
+
+@pytest.mark.soak
+def test_a_users_own_actor_joins_the_loop(launch: Launch) -> None:
+    run = launch("--trainer.steps=3", app=ROOT / "apps/custom_mesh/main.py")
+    assert run.finish() == 0, run.output
+    check_rows(run, 3, bound=1)
+
+
+@pytest.mark.soak
+def test_a_kl_weight_brings_a_reference_whose_divergence_starts_at_zero(launch: Launch) -> None:
+    run = launch("--trainer.steps=4", "--loss.kl_weight=0.1", "--trainer.lr=1e-3")
+    assert run.finish() == 0, run.output
+    kl = [row["loss/kl"] for row in run.rows()]
+    assert kl[0] == pytest.approx(0.0, abs=1e-6)
+    assert kl[-1] > 1e-4
