@@ -53,7 +53,8 @@ class GeneratorConfig:
         """Raises ConfigError naming the field, its value and its limit."""
         if not self.temperature >= MIN_TEMPERATURE:
             raise ConfigError(
-                f"generator.temperature must be >= {MIN_TEMPERATURE}, got {self.temperature}; greedy decoding has no policy gradient"
+                f"generator.temperature must be >= {MIN_TEMPERATURE}, got {self.temperature}; "
+                "greedy decoding has no policy gradient"
             )
         if not 0 < self.top_p <= 1:
             raise ConfigError(

@@ -7,6 +7,7 @@ gradient does not depend on how a batch was cut.
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 import os
 import shutil
@@ -238,12 +239,19 @@ class Trainer:
         return self._publisher.snapshot(buffer)
 
     def save(self, folder: str, tokenizer_from: str) -> None:
-        """Writes a Hugging Face checkpoint (safetensors, config, tokenizer) that appears whole or not at all."""
+        """Writes a Hugging Face checkpoint (safetensors, config, tokenizer) that appears whole or not at all.
+
+        Raises RunFolderError when the disk is full or cannot be written.
+        """
         state = self._full_state_dict()
         if self.rank == 0:
-            _write_checkpoint(
-                self.policy.hf, state, Path(folder), tokenizer_from, getattr(torch, self._spec.dtype)
-            )
+            target, dtype = Path(folder), getattr(torch, self._spec.dtype)
+            try:
+                _write_checkpoint(self.policy.hf, state, target, tokenizer_from, dtype)
+            except OSError as error:
+                raise folder_error(target, error) from error
+            except SafetensorError as error:  # carries the system's words, not its error number
+                raise RunFolderError(f"cannot write {target}: {error}; give --run.dir another folder") from error
         if self.world > 1:
             dist.barrier()
 
@@ -266,6 +274,9 @@ def _write_checkpoint(
 
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
+    free, needed = shutil.disk_usage(folder.parent).free, sum(v.numel() for v in state.values()) * dtype.itemsize
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"the model needs {needed} bytes")
     tied = hf.config.tie_word_embeddings
     weights = {k: v.to(dtype) for k, v in state.items() if not (tied and k == "lm_head.weight")}
     hf.config.dtype = dtype
@@ -322,7 +333,7 @@ class TrainerActor(Actor):
     async def step(self, shards: Sequence[Any]) -> StepResult:
         """`shards[rank]` is the handle of this rank's share of the batch."""
         trainer = self._ready
-        return await asyncio.to_thread(_step, trainer, shards[trainer.rank])
+        return await asyncio.to_thread(lambda: trainer.step(channel.open(shards[trainer.rank])))
 
     @endpoint
     async def connect(self, dtype: str) -> Endpoint:
@@ -339,14 +350,6 @@ class TrainerActor(Actor):
     async def __cleanup__(self, exc: Exception | None) -> None:
         if self._trainer is not None:
             self._trainer.close()
-
-
-def _step(trainer: Trainer, handle: Any) -> StepResult:
-    batch = channel.open(handle)
-    try:
-        return trainer.step(batch)
-    finally:
-        channel.close(handle)
 
 
 class TrainerMesh:

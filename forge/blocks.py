@@ -31,7 +31,7 @@ from functools import cache
 from forge.errors import ChannelError
 from forge.segment import Segment, identity, start_time
 
-NUM_CELLS = 512
+NUM_CELLS = 1024
 """Reader cells of a segment: so many shares of its blocks can be in use at a time."""
 _FREE, _OFFERED, _OPEN, _DONE = range(4)
 _TICKET, _PID, _START, _STATE, _WORDS = range(5)

@@ -14,9 +14,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from multiprocessing import resource_tracker, util
 from pathlib import Path
+from typing import Any
 
+RUN_ID_ENV = "MESHFORGE_RUN_ID"
+"""Marks the processes of a run, and whatever they start: "<run id>/<mesh name>"."""
 _SCRATCH_ENV = "MESHFORGE_SCRATCH"
 
 
@@ -89,9 +93,10 @@ def start_resource_tracker() -> None:
     It outlives a SIGKILL of this process by the moment it takes to unlink the semaphores that an inference engine
     had made; killed along with the group, it would leave them in /dev/shm.
     """
-    env = {name: value for name, value in os.environ.items() if name != "MESHFORGE_RUN_ID"} | {"PYTHONWARNINGS": "ignore"}
+    env = {name: value for name, value in os.environ.items() if name != RUN_ID_ENV}
+    env["PYTHONWARNINGS"] = "ignore"  # it complains of what it is there to clean up
 
-    def spawn(path: bytes, args: list[str], passfds: tuple[int, ...]) -> int:
+    def spawn(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
         return subprocess.Popen(args, executable=path, pass_fds=passfds, start_new_session=True, env=env).pid
 
     original, util.spawnv_passfds = util.spawnv_passfds, spawn

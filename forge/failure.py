@@ -52,19 +52,23 @@ def explain(report: str) -> str:
     for coordinate, size in re.findall(r"'\w+': (\d+)/(\d+)", report.partition("\n")[0]):
         index, count = index * int(size) + int(coordinate), count * int(size)
     rank = f"rank {index} of {count}: " if count > 1 else ""
-    killed = re.search(r"Killed\(sig=(\d+)", report)
-    if killed:
-        number = int(killed[1])
-        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-        hint = "; the kernel does that when memory runs out, see dmesg" if number == signal.SIGKILL else ""
-        return f"{rank}its process was killed by {name}{hint}"
-    exited = re.search(r"exited with non-zero code (-?\d+)", report)
-    if exited:
-        return f"{rank}its process exited with code {exited[1]}"
+    if killed := re.search(r"Killed\(sig=(\d+)", report):
+        return rank + describe_exit(int(killed[1]), killed=True)
+    if exited := re.search(r"exited with non-zero code (-?\d+)", report):
+        return rank + describe_exit(int(exited[1]), killed=False)
     _, aborted, text = report.partition("actor explicitly aborted due to: ")
     if aborted:
         return f"{rank}it raised where no caller waits for the answer\n{text.rstrip()}"
     return rank + report.strip()
+
+
+def describe_exit(status: int, *, killed: bool) -> str:
+    """How a process ended: `status` is the signal that killed it, or its exit code."""
+    if not killed:
+        return f"its process exited with code {status}"
+    name = signal.Signals(status).name if status in set(signal.Signals) else f"signal {status}"
+    hint = "; the kernel does that when memory runs out, see dmesg" if status == signal.SIGKILL else ""
+    return f"its process was killed by {name}{hint}"
 
 
 def is_supervision_error(error: BaseException) -> bool:

@@ -16,7 +16,6 @@ authenticated (Monarch has no TLS): use a network that you trust.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import signal
@@ -33,6 +32,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from forge.controller import Controller, Stopping, exit_at_once, exit_on_signals
 from forge.errors import LaunchError
+from forge.processes import kill_marked
 
 if TYPE_CHECKING:
     from monarch.actor import HostMesh
@@ -55,10 +55,8 @@ _TORCHRUN_ENV = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"),
 )
-__all__ = ["NODE_IP_ENV", "RUN_ID_ENV", "Hosts", "Stopping", "bring_up", "kill_marked", "run"]
+__all__ = ["NODE_IP_ENV", "Hosts", "Stopping", "bring_up", "configure_monarch", "leave_spare_ranks", "run"]
 
-RUN_ID_ENV = "MESHFORGE_RUN_ID"
-"""Marks the processes of a run: "<run id>/<mesh name>"."""
 NODE_IP_ENV = "MESHFORGE_NODE_IP"
 """The address by which other nodes reach this one; set in every process of several nodes, yours first."""
 _SHUTDOWN_S = 10.0
@@ -95,6 +93,10 @@ class Hosts:
     local_worker: subprocess.Popen[bytes] | None = None
     """The controller node's own host process, where there are several nodes."""
 
+    def parents(self) -> set[int]:
+        """Pids on this node whose children the actor processes are."""
+        return {os.getpid()} | ({self.local_worker.pid} if self.local_worker else set())
+
     def tear_down(self, code: int = 0) -> None:
         """End every process of the run, within half a minute whatever is broken; Monarch is spent then."""
         from monarch.actor import shutdown_context
@@ -115,23 +117,6 @@ def _best_effort(step: Callable[[], object]) -> None:
         step()
     except Exception as error:
         print(f"while ending the run: {type(error).__name__}: {error}", file=sys.stderr)
-
-
-def kill_marked(run_id: str, *, name: str = "") -> int:
-    """SIGKILL this node's processes that carry the mark of the run (and of its mesh `name`); their number."""
-    mark = f"{RUN_ID_ENV}={run_id}/{name}".encode()
-    mark += b"\0" if name else b""
-    killed = 0
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit() or int(entry) == os.getpid():
-            continue
-        with contextlib.suppress(OSError):
-            with open(f"/proc/{entry}/environ", "rb") as file:
-                marked = mark in file.read()
-            if marked:
-                os.kill(int(entry), signal.SIGKILL)
-                killed += 1
-    return killed
 
 
 def leave_spare_ranks() -> tuple[int | None, int]:
@@ -168,7 +153,7 @@ def bring_up() -> Hosts:
 
 
 def _one_node(slots: int | None) -> Hosts:
-    _configure_monarch(_MONARCH_ENV)
+    configure_monarch(_MONARCH_ENV)
     from monarch.actor import this_host
 
     return Hosts(this_host(), slots)
@@ -178,7 +163,7 @@ def _several_nodes(node: int, num_nodes: int, slots: int) -> Hosts:
     """Exchange addresses through torchrun's store; the controller then attaches to every node."""
     from torch.distributed.rendezvous import rendezvous
 
-    _configure_monarch(_MONARCH_ENV | _MONARCH_NODES_ENV)
+    configure_monarch(_MONARCH_ENV | _MONARCH_NODES_ENV)
     master = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     store, _, _ = next(rendezvous("env://"))
     ip = os.environ.setdefault(NODE_IP_ENV, _own_ip(*master))
@@ -271,13 +256,13 @@ def _strip_torchrun_env() -> None:
             del os.environ[name]
 
 
-def _configure_monarch(env: dict[str, str]) -> None:
+def configure_monarch(env: dict[str, str]) -> None:
     """Put `env` in force, whether or not Monarch has been imported; values that the user has set win."""
     for name, value in env.items():
         os.environ.setdefault(name, value)
     if "monarch._rust_bindings" in sys.modules:
         # Monarch reads its environment at import, and an app's imports may well be sorted before ours. There
-        # is no public way to make it look again; tests/forge/test_mesh.py notices if this one moves.
+        # is no public way to make it look again; tests/forge/test_launch.py notices if this one moves.
         from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env
 
         reload_config_from_env()

@@ -22,11 +22,11 @@ import sysconfig
 from collections.abc import Awaitable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeVar
 
 from forge.errors import ActorFailed, ConfigError, DeadlineExceeded
 from forge.failure import explain, is_supervision_error, root_cause
-from forge.launch import RUN_ID_ENV, Hosts, kill_marked
+from forge.launch import Hosts
 from forge.placement import (
     MeshConfig,
     Placement,
@@ -37,6 +37,7 @@ from forge.placement import (
     place,
     plan_placement,
 )
+from forge.processes import RANK_ENV, RUN_ID_ENV, DeathWatch, kill_marked
 
 if TYPE_CHECKING:
     from monarch.actor import Actor, MeshFailure, Point, ProcMesh
@@ -82,6 +83,7 @@ class Cluster:
     """
 
     _current: Cluster | None = None
+    _ended: ClassVar[set[str]] = set()
 
     def __init__(
         self,
@@ -100,6 +102,7 @@ class Cluster:
         self._spawn_timeout_s = spawn_timeout_s
         self._stop_timeout_s = stop_timeout_s
         self._meshes: dict[str, Any] = {}
+        self._names: set[str] = set()
         self._leaving = False
         self._ending = False
         self._watchers = 0
@@ -148,10 +151,13 @@ class Cluster:
         if not self._debug:
             self._meshes[place.name] = procs
             await within(self._spawn_timeout_s, f"the processes of {place.name}", procs.initialized)
+            self._deaths.watch(place.name, self._hosts.run_id, len(place.envs), self._hosts.parents())
         actor = procs.spawn(place.name, actor_class, *args, **kwargs)
         if self._debug:
             self._meshes[place.name] = actor
         await within(self._spawn_timeout_s, f"the actors of {place.name}", actor.initialized)
+        # Private, but the only way to tell this mesh's failures from those of an earlier one of the same name.
+        self._names.add(await actor._name)
         return actor
 
     def _this_process(self, env: Mapping[str, str]) -> ProcMesh:
@@ -172,7 +178,7 @@ class Cluster:
         common = {**env, "PYTHONPATH": _module_path(), RUN_ID_ENV: f"{self._hosts.run_id}/{place.name}"}
 
         def bootstrap(point: Point) -> Any:
-            return command.with_env({**place.envs[point.rank], **common})
+            return command.with_env({**place.envs[point.rank], **common, RANK_ENV: str(point.rank)})
 
         mesh = self._hosts.mesh
         if self._hosts.num_hosts > 1:
@@ -212,6 +218,7 @@ class Cluster:
         self._cancelling = body.cancelling()
         self._failed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
+        self._deaths = DeathWatch(self.fail)
         Cluster._current = self
         # Stays for good: late failures of meshes that have been stopped must not end the process either.
         monarch.actor.unhandled_fault_hook = _on_fault
@@ -226,7 +233,7 @@ class Cluster:
             if dead_actor:
                 # A call failed because its actor is dead; who died, and of what, arrives by another way.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._failed.wait(), timeout=2.0)
+                    await asyncio.wait_for(self._failed.wait(), timeout=DeathWatch.grace_s + 1.0)
         finally:
             self._ending = True
             try:
@@ -235,6 +242,8 @@ class Cluster:
                 if not self._cancelled_body:
                     raise
             finally:
+                self._deaths.close()
+                Cluster._ended |= self._names
                 Cluster._current = None
         if self.failure is None:
             return
@@ -268,7 +277,7 @@ def _on_fault(failure: MeshFailure) -> None:
     cluster = Cluster._current
     # mesh_name is the name given at spawn, a dash and a unique suffix.
     name = failure.mesh_name.rpartition("-")[0] or failure.mesh_name
-    if cluster is None or cluster._ending or name == _MONARCH_LOGGER:
+    if cluster is None or name == _MONARCH_LOGGER or failure.mesh_name in Cluster._ended:
         return
     cluster._loop.call_soon_threadsafe(cluster.fail, name, explain(failure.report()))
 

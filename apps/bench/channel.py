@@ -18,7 +18,6 @@ import ctypes
 import itertools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -29,10 +28,10 @@ from typing import Any
 
 import torch
 from monarch.actor import Actor, endpoint, shutdown_context, this_host
-from rich.console import Console
-from rich.table import Table
 from tensordict import TensorDict
 
+from apps.bench.harness import rates
+from apps.bench.harness.result import Column, Goal, Result, machine, rows_table, show
 from forge.channel import Handle, Pool
 from forge.layout import flatten, rebuild, write
 from forge.memory import peak_rss_bytes
@@ -45,7 +44,12 @@ EMPTY = "empty Monarch message"
 MESSAGE = "the TensorDict as a Monarch message"
 RAY_REF = "Ray, numpy array by reference"
 RAY_PUT = "Ray, put and numpy array by reference"
-GOALS = {"mapped_over_memcpy": 1.5, "resident_ms": 3.0}
+COLUMNS = (
+    Column("", "name"),
+    Column("median ms", "median_ms", ".2f"),
+    Column("min ms", "min_ms", ".2f"),
+    Column("x memcpy", "over_memcpy", ".2f"),
+)
 
 
 def make_batch(nbytes: int) -> TensorDict:
@@ -225,8 +229,8 @@ def ray_peer(python: str | None, nbytes: int) -> Iterator[Ray | None]:
         yield peer
 
 
-async def measure(mb: int, rounds: int, ray_python: str | None) -> dict[str, Any]:
-    """The result object: bench, machine, rows, goals."""
+async def measure(mb: int, rounds: int, ray_python: str | None) -> Result:
+    """All rounds."""
     receiver = this_host().spawn_procs(name="receiver").spawn("receiver", Receiver)
     sender = this_host().spawn_procs(name="sender").spawn("sender", Sender, mb << 20, receiver)
     wrong = await sender.verify.call_one()
@@ -256,67 +260,27 @@ async def measure(mb: int, rounds: int, ray_python: str | None) -> dict[str, Any
         if ray is not None:
             peaks["ray, all processes"] = ray.peak_bytes()
     peaks["controller"] = peak_rss_bytes() - sum(peaks[role] for role in ("sender", "receiver"))
-    return _result(times, nbytes, peaks, None if ray is None else ray.version)
+    return make_result(times, nbytes, peaks, None if ray is None else ray.version)
 
 
-def _result(
-    times: dict[str, list[float]], nbytes: int, peaks: dict[str, int], ray_version: str | None
-) -> dict[str, Any]:
+def make_result(times: dict[str, list[float]], nbytes: int, peaks: dict[str, int], ray_version: str | None) -> Result:
+    """`times` holds ms by way, one a round."""
     rows = [
         {
             "name": name,
             "median_ms": round(statistics.median(values), 3),
             "min_ms": round(min(values), 3),
-            "over_memcpy": round(statistics.median(v / m for v, m in zip(values, times[MEMCPY], strict=True)), 3),
+            "over_memcpy": round(rates.ratio(values, times[MEMCPY]), 3),
             "rounds": len(values),
         }
         for name, values in times.items()
     ]
-    by_name = {row["name"]: row for row in rows}
-    found: dict[str, Any] = {
-        "mapped_over_memcpy": by_name[MAPPED]["over_memcpy"],
-        "resident_ms": by_name[RESIDENT]["median_ms"],
-    }
-    return {
-        "bench": "channel",
-        "machine": {
-            "cpus": os.cpu_count(),
-            "arch": platform.machine(),
-            "kernel": platform.release(),
-            "load": round(os.getloadavg()[0], 1),
-            "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
-            "ray": ray_version,
-        },
-        "nbytes": nbytes,
-        "rows": rows,
-        "peak_rss_bytes": peaks,
-        "goals": [
-            {"name": name, "value": found[name], "target": target, "met": bool(found[name] <= target)}
-            for name, target in GOALS.items()
-        ],
-    }
-
-
-def show(result: dict[str, Any]) -> None:
-    """The tables, then the JSON object as the last line."""
-    console = Console(width=110)
-    table = Table(title=f"one way between two actors, {result['nbytes'] / 2**20:.1f} MiB")
-    for column in ("", "median ms", "min ms", "x memcpy"):
-        table.add_column(column, justify="left" if not column else "right")
-    for row in result["rows"]:
-        table.add_row(row["name"], *(f"{row[k]:.2f}" for k in ("median_ms", "min_ms", "over_memcpy")))
-    console.print(table)
-    memory = Table(title="peak memory, pages of shared segments included")
-    memory.add_column("process")
-    memory.add_column("MiB", justify="right")
-    for role, peak in result["peak_rss_bytes"].items():
-        memory.add_row(role, f"{peak / 2**20:.0f}")
-    console.print(memory)
-    for goal in result["goals"]:
-        met = "met" if goal["met"] else "NOT met"
-        console.print(f"{goal['name']}: {goal['value']} (at most {goal['target']}) {met}")
-    print(json.dumps(result), flush=True)
+    by_name: dict[str, dict[str, Any]] = {str(row["name"]): row for row in rows}
+    goals = [
+        Goal("mapped_over_memcpy", by_name[MAPPED]["over_memcpy"], 1.5, "most"),
+        Goal("resident_ms", by_name[RESIDENT]["median_ms"], 3.0, "most"),
+    ]
+    return Result("channel", rows, goals, peaks, machine(ray=ray_version), {"nbytes": nbytes})
 
 
 def main() -> None:
@@ -326,7 +290,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30, help="rounds; each runs every way once")
     parser.add_argument("--ray-python", help="Python of a venv that has ray and numpy")
     args = parser.parse_args()
-    show(asyncio.run(measure(args.mb, args.rounds, args.ray_python)))
+    result = asyncio.run(measure(args.mb, args.rounds, args.ray_python))
+    title = f"one way between two actors, {result.extra['nbytes'] / 2**20:.1f} MiB"
+    show(result, rows_table(title, result.rows, COLUMNS))
     shutdown_context().get()
     sys.stdout.flush()
     os._exit(0)  # Monarch's own exit handlers have been seen to print a fatal error after a clean run

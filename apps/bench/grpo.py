@@ -1,43 +1,43 @@
 """Asynchronous GRPO against TRL's synchronous GRPOTrainer at the same work.
 
-    python -m apps.bench.grpo [--rounds 3] [--steps 40] [--trl-python .venv-trl/bin/python]
+    python -m apps.bench.grpo [--rounds 3] [--steps 40] [--trl-python .venv-trl/bin/python] [--trl-threads 1]
 
-The same model folder, prompts, reward, group and batch size, token budget, learning rate and sampler in float32
-on one thread a process: those of apps/grpo/tiny.yaml. Every run is a program of its own; a round runs each system
-once, in turns, after an anchor of fixed work. Steps/s is the inverse of the median step, samples/s all samples over
-all time, both after 5 steps of warm-up and without the start of the programs; the table shows medians over rounds,
-and the median of the ratios to TRL inside a round.
+The same model folder, prompts, reward, group and batch size, token budget, learning rate and sampler, in float32:
+those of apps/grpo/tiny.yaml. TRL is one process, ours are several, one thread to a process (`--trl-threads 1 2`
+measures TRL with two as well). Every run is a program of its own; a round runs each system once, in turns, after an
+anchor of fixed work. Steps/s is the inverse of the median step, samples/s all samples over all time, both after 5
+steps of warm-up and without the start of the programs. The table shows medians over the rounds, and the median of
+the ratios to TRL inside a round.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from apps.bench.harness import processes, rates
 from apps.bench.harness.anchor import Anchor, anchor_table
 from apps.bench.harness.result import Column, Goal, Result, machine, rows_table, show
+from apps.bench.harness.training import Figures, Measured, figures_of_rows, figures_of_trl, ours_name, trl_name
 from apps.bench.peers import trl_grpo
 from apps.grpo.config import AppConfig
 from apps.grpo.models import resolve_model
 from forge import config
 from forge.data import load_task
-from forge.metrics import Row, read_rows
+from forge.metrics import read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESET = ROOT / "apps" / "grpo" / "tiny.yaml"
 TRL_PINS = "apps/bench/peers/trl.txt"
 TRL_SETUP = f"python3 -m venv .venv-trl && .venv-trl/bin/pip install -r {TRL_PINS}"
-TRL = "TRL GRPOTrainer"
 STALENESS = (0, 1, 2)
-ENV = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+ENV = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 COLUMNS = (
     Column("", "name"),
     Column("steps/s", "steps_per_s", ".2f"),
@@ -51,12 +51,6 @@ COLUMNS = (
     Column("publish ms", "publish_ms", ".1f"),
     Column("pause ms", "pause_ms", ".1f"),
 )
-Figures = dict[str, float | None]
-
-
-def ours_name(max_staleness: int) -> str:
-    """The name of our row at that bound."""
-    return f"meshforge, max_staleness {max_staleness}"
 
 
 @dataclass
@@ -78,15 +72,16 @@ class Work:
         done = self._run(command, "controller", folder.with_suffix(".log"))
         return figures_of_rows(read_rows(folder / "metrics.jsonl"), self.cfg.grpo.batch_size), done.peaks
 
-    def run_trl(self, python: str, seed: int, folder: Path) -> tuple[Figures, dict[str, int]]:
+    def run_trl(self, python: str, threads: int, seed: int, folder: Path) -> tuple[Figures, dict[str, int]]:
         """One run of the peer's program."""
         folder.mkdir()
         settings, out = folder / "settings.json", folder / "steps.json"
-        self.trl_settings(seed, folder, out).write(settings)
-        done = self._run([python, trl_grpo.__file__, str(settings)], "TRL", folder.with_suffix(".log"))
+        self.trl_settings(threads, seed, folder, out).write(settings)
+        command = [python, trl_grpo.__file__, str(settings)]
+        done = self._run(command, "TRL", folder.with_suffix(".log"), threads)
         return figures_of_trl(json.loads(out.read_text()), self.cfg.grpo.batch_size), done.peaks
 
-    def trl_settings(self, seed: int, folder: Path, out: Path) -> trl_grpo.Settings:
+    def trl_settings(self, threads: int, seed: int, folder: Path, out: Path) -> trl_grpo.Settings:
         """The preset in the peer's words."""
         cfg = self.cfg
         return trl_grpo.Settings(
@@ -96,6 +91,7 @@ class Work:
             out=str(out),
             steps=self.steps,
             seed=seed,
+            threads=threads,
             group_size=cfg.grpo.group_size,
             batch_size=cfg.grpo.batch_size,
             max_new_tokens=cfg.generator.max_new_tokens,
@@ -108,9 +104,10 @@ class Work:
             clip_norm=cfg.trainer.clip_norm,
         )
 
-    def _run(self, command: Sequence[str], role: str, log: Path) -> processes.Finished:
+    def _run(self, command: Sequence[str], role: str, log: Path, threads: int = 1) -> processes.Finished:
         deadline_s = 300 + 20 * self.steps
-        return processes.run(command, role=role, cwd=ROOT, env=ENV, deadline_s=deadline_s, log=log)
+        env = ENV | {"OMP_NUM_THREADS": str(threads)}
+        return processes.run(command, role=role, cwd=ROOT, env=env, deadline_s=deadline_s, log=log)
 
 
 def make_work(steps: int, folder: Path) -> Work:
@@ -122,121 +119,32 @@ def make_work(steps: int, folder: Path) -> Work:
     return Work(cfg, resolve_model(cfg.model), data, steps)
 
 
-# ---- from runs to rows ---------------------------------------------------------------------------------
-
-
-def figures_of_rows(rows: Sequence[Row], batch_size: int) -> Figures:
-    """What metrics.jsonl says about one run of ours; times in ms are medians after the warm-up."""
-    stamps = [_number(row, "time_s") for row in rows]
-    reached = rates.steady(stamps, batch_size)
-    steady = rows[rates.WARM_UP :]
-    waited = sum(_number(row, "time/wait_batch_s") for row in steady)
-    tokens = sum(_number(row, "tokens/trained") for row in steady)
-    first, last = rates.first_and_last([_number(row, "reward/mean") for row in rows])
-    return {
-        "steps_per_s": reached.steps_per_s,
-        "samples_per_s": reached.samples_per_s,
-        "tokens_per_episode": tokens / sum(_number(row, "episodes/trained") for row in steady),
-        "reward_first": first,
-        "reward_last": last,
-        "trainer_idle_share": waited / (stamps[-1] - stamps[rates.WARM_UP - 1]),
-        "step_ms": _median_ms(steady, "time/step_s"),
-        "publish_ms": _median_ms(steady, "time/publish_stall_s"),
-        "pause_ms": _median_ms(steady, "generator/pause_s"),
-        "staleness_mean": statistics.fmean(_number(row, "staleness/mean") for row in steady),
-    }
-
-
-def figures_of_trl(found: Mapping[str, Any], batch_size: int) -> Figures:
-    """What the peer's program wrote about one run of its."""
-    reached = rates.steady(found["stamps"], batch_size)
-    first, last = rates.first_and_last(found["rewards"])
-    return {
-        "steps_per_s": reached.steps_per_s,
-        "samples_per_s": reached.samples_per_s,
-        "tokens_per_episode": statistics.fmean(found["tokens_per_episode"][rates.WARM_UP :]),
-        "reward_first": first,
-        "reward_last": last,
-    }
-
-
-def _number(row: Row, key: str) -> float:
-    value = row[key]
-    if value is None:
-        raise RuntimeError(f"step {row['step']} has no {key}; the run did not end well")
-    return value
-
-
-def _median_ms(rows: Sequence[Row], key: str) -> float | None:
-    values = [value for row in rows if (value := row[key]) is not None]
-    return statistics.median(values) * 1e3 if values else None
-
-
-@dataclass
-class Measured:
-    """All rounds of all systems, by name; peak memory in bytes by system and role."""
-
-    runs: dict[str, list[Figures]] = field(default_factory=dict)
-    peaks: dict[str, int] = field(default_factory=dict)
-    anchors: list[dict[str, float]] = field(default_factory=list)
-
-    def add(self, name: str, figures: Figures, peaks: Mapping[str, int]) -> None:
-        """One run. Peaks keep the largest of all rounds."""
-        self.runs.setdefault(name, []).append(figures)
-        processes.raise_peaks(self.peaks, {_role(name, role): peak for role, peak in peaks.items()})
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One row a system: medians over the rounds, and the median ratio of samples/s to TRL's."""
-        return [self._row(name, runs) for name, runs in sorted(self.runs.items())]
-
-    def _row(self, name: str, runs: Sequence[Figures]) -> dict[str, Any]:
-        row: dict[str, Any] = {"name": name, "rounds": len(runs)}
-        for key in runs[0]:
-            values = [value for run in runs if (value := run[key]) is not None]
-            row[key] = round(statistics.median(values), 4) if values else None
-        row["over_trl"] = self.over_trl(name)
-        row["samples_per_s_by_round"] = [round(rate, 1) for rate in _samples_per_s(runs)]
-        return row
-
-    def over_trl(self, name: str) -> float | None:
-        """Median over the rounds of samples/s over TRL's; None where one of them did not run."""
-        if not {name, TRL} <= self.runs.keys():
-            return None
-        return round(rates.ratio(_samples_per_s(self.runs[name]), _samples_per_s(self.runs[TRL])), 4)
-
-
-def _samples_per_s(runs: Sequence[Figures]) -> list[float]:
-    return [rate for run in runs if (rate := run["samples_per_s"]) is not None]
-
-
-def _role(name: str, role: str) -> str:
-    return role if name == TRL else f"{role}, {name.removeprefix('meshforge, ')}"
-
-
 def goals(measured: Measured, preset_staleness: int) -> list[Goal]:
     """The preset as it stands is not slower than TRL."""
     value = measured.over_trl(ours_name(preset_staleness))
     return [Goal(f"samples/s over TRL's, max_staleness {preset_staleness}", value, 1.0, "least")]
 
 
-# ---- the command line ----------------------------------------------------------------------------------
+Run = Callable[[int, Path], tuple[Figures, dict[str, int]]]
+"""Runs a system once with that seed in that folder."""
 
 
-def measure(work: Work, rounds: int, trl_python: str | None, folder: Path) -> Measured:
+def systems(work: Work, trl_python: str | None, trl_threads: Sequence[int]) -> dict[str, Run]:
+    """What takes part, by name."""
+    ours = {ours_name(bound): partial(work.run_ours, bound) for bound in STALENESS}
+    if trl_python is None:
+        return dict(ours)
+    return {**ours, **{trl_name(n): partial(work.run_trl, trl_python, n) for n in trl_threads}}
+
+
+def measure(runs: Mapping[str, Run], anchor: Anchor, rounds: int, folder: Path) -> Measured:
     """All rounds, each run in a folder of its own below `folder`; says on stderr what it does."""
-    measured, anchor = Measured(), Anchor(work.model)
-    names = [*map(ours_name, STALENESS), *([TRL] if trl_python else [])]
-    bounds = dict(zip(map(ours_name, STALENESS), STALENESS, strict=True))
+    measured, names = Measured(), list(runs)
     for number in range(rounds):
         measured.anchors.append(anchor.measure())
         for name in rates.turns(names, number):
             print(f"round {number + 1} of {rounds}: {name}", file=sys.stderr, flush=True)
-            where = folder / f"{number}-{names.index(name)}"
-            if name in bounds:
-                figures, peaks = work.run_ours(bounds[name], number, where)
-            else:
-                assert trl_python is not None
-                figures, peaks = work.run_trl(trl_python, number, where)
+            figures, peaks = runs[name](number, folder / f"{number}-{names.index(name)}")
             measured.add(name, figures, peaks)
     return measured
 
@@ -258,13 +166,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="rounds; each runs every system once")
     parser.add_argument("--steps", type=int, default=40, help=f"optimizer steps of a run, > {rates.WARM_UP}")
     parser.add_argument("--trl-python", help=f"Python of a venv with TRL (default .venv-trl): {TRL_SETUP}")
+    parser.add_argument("--trl-threads", type=int, nargs="+", default=[1], help="threads of TRL, one row each")
     args = parser.parse_args()
+    if 1 not in args.trl_threads:
+        parser.error(f"--trl-threads must contain 1, to which ratios are taken, got {args.trl_threads}")
     if args.rounds < 1 or args.steps <= rates.WARM_UP:
         parser.error(f"--rounds must be >= 1 and --steps > {rates.WARM_UP}, got {args.rounds} and {args.steps}")
     trl_python = find_trl(args.trl_python)
     with tempfile.TemporaryDirectory(prefix="meshforge-bench-") as folder:
         work = make_work(args.steps, Path(folder))
-        measured = measure(work, args.rounds, trl_python, Path(folder))
+        runs = systems(work, trl_python, args.trl_threads)
+        measured = measure(runs, Anchor(work.model), args.rounds, Path(folder))
     settings = {"steps": args.steps, "batch_size": work.cfg.grpo.batch_size, "model": work.cfg.model}
     found = Result(
         "grpo",

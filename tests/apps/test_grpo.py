@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -160,10 +162,44 @@ def test_runs_of_few_steps_end_at_any_bound(launch: Launch, steps: int, bound: i
 
 
 @pytest.mark.soak
-def test_a_reward_that_raises_ends_the_run_with_the_users_traceback_once(launch: Launch) -> None:
-    run = launch("--trainer.steps=100", "--reward.functions=[{path: 'tests_rewards:fails'}]", app=APP)
+def test_a_reward_that_raises_ends_the_run_with_the_users_traceback_once(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_rewards.py").write_text("def fails(sample):\n    return 1 / sample.num_tokens.nothing\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    run = launch("--trainer.steps=100", "--reward.functions=[{path: 'my_rewards:fails'}]")
     assert run.finish() == 1, run.output
-    assert run.output.count("the reward's own message") == 1, run.output
+    assert "RewardError: my_rewards:fails raised AttributeError: 'int' object has no attribute 'nothing'" in run.output
+    assert run.output.count("Traceback (most recent call last)") == 1, run.output
+    assert 'my_rewards.py", line 2, in fails' in run.output
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("size", "told"), [("64k", "metrics.jsonl|events|episodes"), ("300k", "checkpoint")])
+def test_a_full_disk_ends_the_run_with_the_path_and_the_remedy(
+    launch: Launch, tmp_path: Path, size: str, told: str
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    prefix = ("unshare", "--map-root-user", "--mount", "sh", "-ec")
+    if subprocess.run([*prefix, f"mount -t tmpfs -o size={size} tmpfs {disk}"], capture_output=True).returncode:
+        pytest.skip("no right to mount a tmpfs in a namespace of our own")
+    script = f'mount -t tmpfs -o size={size} tmpfs {disk}; exec "$0" "$@"'
+    steps = "--trainer.steps=300" if size == "64k" else "--trainer.steps=2"
+    run = launch(f"--run.dir={disk / 'run'}", steps, prefix=(*prefix, script))
+    assert run.finish(300) == 1, run.output
+    assert len(re.findall("RunFolderError: cannot write", run.output)) == 1, run.output
+    assert re.search(rf"cannot write \S*({told})\S*: No space left on device", run.output), run.output
+    assert "Traceback" not in run.output
+
+
+@pytest.mark.soak
+def test_the_checkpoint_is_a_model_that_the_engine_and_the_trainer_load(launch: Launch) -> None:
+    first = launch("--trainer.steps=2", "--trainer.lr=1e-3")
+    assert first.finish() == 0, first.output
+    second = launch("--trainer.steps=2", f"--model={first.folder / 'checkpoint'}")
+    assert second.finish() == 0, second.output
+    check_rows(second, 2, bound=1)
 
 
 @pytest.mark.soak
@@ -181,9 +217,7 @@ def test_ctrl_c_twice_ends_without_waiting_for_the_step(launch: Launch) -> None:
     run.wait_until(lambda: len(run.rows()) >= 2, "two steps")
     run.press_ctrl_c()
     run.wait_until(lambda: "press Ctrl-C again" in run.output, "the first answer")
-    import time
-
-    time.sleep(0.4)
+    time.sleep(0.4)  # a terminal and torchrun may both deliver one press; two so close count as one
     run.press_ctrl_c()
     assert run.finish(30) == 130, run.output
 

@@ -8,7 +8,7 @@ import signal
 import sys
 from functools import partial
 
-from probes import Probe  # type: ignore[import-not-found]
+from probes import Probe
 
 from forge import launch
 from forge.launch import Hosts, Stopping

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.launch import kill_marked
+from forge.launch import configure_monarch
 
 APP = Path(__file__).parent / "launch_app.py"
 PYTHON = [sys.executable]
@@ -192,9 +192,9 @@ def test_two_nodes_run_one_trainer_over_both(apps: list[App], tmp_path: Path, wh
     nodes = [start(apps, tmp_path, what, command) for _ in range(2)]
     if what == "wait":
         # Either agent may have started the controller, the only process that prints.
-        speaking, _, _ = select.select([node.process.stdout for node in nodes], [], [], 90)
-        (node,) = (node for node in nodes if node.process.stdout in speaking)
-        os.kill(int(node.until("ready")[1]), signal.SIGKILL)
+        outputs = {node.process.stdout.fileno(): node for node in nodes if node.process.stdout}
+        (speaking,), _, _ = select.select(list(outputs), [], [], 90)
+        os.kill(int(outputs[speaking].until("ready")[1]), signal.SIGKILL)
     ended = [node.finish() for node in nodes]
     codes = [code for code, _, _ in ended]
     output = [line for _, lines, _ in ended for line in lines]
@@ -210,21 +210,20 @@ def test_two_nodes_run_one_trainer_over_both(apps: list[App], tmp_path: Path, wh
         assert any("the controller is gone; this node ends" in error for _, _, error in ended), ended
 
 
-def test_only_processes_with_the_mark_are_killed() -> None:
-    env = os.environ | {"MESHFORGE_RUN_ID": "some-run/judge"}
-    sleeper = [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(600)"]
-    marked = subprocess.Popen(sleeper, env=env, stdout=subprocess.PIPE)
-    other = subprocess.Popen(sleeper, env=env | {"MESHFORGE_RUN_ID": "some-run/judge_1"}, stdout=subprocess.PIPE)
+def test_settings_come_into_force_although_monarch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    import monarch.config
+
+    def in_force() -> str:
+        return str(monarch.config.get_global_config()["mesh_terminate_timeout"])
+
+    before = in_force()
+    monkeypatch.delenv("HYPERACTOR_MESH_TERMINATE_TIMEOUT", raising=False)
     try:
-        for process in (marked, other):
-            assert process.stdout is not None
-            process.stdout.readline()
-        assert kill_marked("another-run") == 0
-        assert kill_marked("some-run", name="judge") == 1
-        assert marked.wait(timeout=20) == -signal.SIGKILL
-        assert other.poll() is None
-        assert kill_marked("some-run") == 1
+        configure_monarch({"HYPERACTOR_MESH_TERMINATE_TIMEOUT": "7s"})
+        assert in_force() == "7s" != before
+        configure_monarch({"HYPERACTOR_MESH_TERMINATE_TIMEOUT": "9s"})
+        assert in_force() == "7s", "what is in the environment already, the user's own choice, wins"
     finally:
-        for process in (marked, other):
-            process.kill()
-            process.communicate()
+        os.environ["HYPERACTOR_MESH_TERMINATE_TIMEOUT"] = before
+        configure_monarch({})
+        assert in_force() == before

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from forge.launch import RUN_ID_ENV
+from forge.processes import RUN_ID_ENV
 
 _SAMPLE_EVERY_S = 0.5
 _LAST_LINES = 40
@@ -96,8 +96,10 @@ def run(
 
 
 def _sample(pid: int, role: str, peaks: dict[str, int], done: threading.Event) -> None:
-    while not done.wait(_SAMPLE_EVERY_S):
+    while True:
         raise_peaks(peaks, peaks_by_role(pid, role))
+        if done.wait(_SAMPLE_EVERY_S):
+            return
 
 
 def end(process: subprocess.Popen[str] | subprocess.Popen[bytes], patience_s: float = 20.0) -> None:

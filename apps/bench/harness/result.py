@@ -103,7 +103,7 @@ def rows_table(title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[
     """One line a row; the first column to the left, numbers to the right, "-" for what a row does not have."""
     table = Table(title=title)
     for index, column in enumerate(columns):
-        table.add_column(column.title, justify="right" if index else "left")
+        table.add_column(column.title, justify="right" if index else "left", no_wrap=index == 0)
     for row in rows:
         values = ((row.get(column.key), column.spec) for column in columns)
         table.add_row(*("-" if value is None else format(value, spec) for value, spec in values))
@@ -111,10 +111,9 @@ def rows_table(title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[
 
 
 def memory_table(peaks: Mapping[str, int]) -> Table:
-    """Peak memory by role; `peaks` in bytes."""
+    """Peak memory by role, `peaks` in bytes. Pages that several processes map count once for each."""
     rows = [{"role": role, "mib": peak / 2**20} for role, peak in peaks.items()]
-    columns = (Column("process", "role"), Column("MiB", "mib", ",.0f"))
-    return rows_table("peak memory; pages that several processes map count for each", rows, columns)
+    return rows_table("peak memory", rows, (Column("role", "role"), Column("MiB", "mib", ",.0f")))
 
 
 def show(result: Result, *tables: Table, notes: Sequence[str] = (), console: Console | None = None) -> None:

@@ -28,6 +28,7 @@ class Settings:
     out: str
     steps: int
     seed: int
+    threads: int
     group_size: int
     batch_size: int
     max_new_tokens: int
@@ -95,7 +96,7 @@ def train(settings: Settings) -> dict[str, Any]:
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(settings.threads)
     rows = [json.loads(line) for line in Path(settings.data).read_text().splitlines()]
     stamps: list[float] = []
 

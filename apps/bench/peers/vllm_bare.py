@@ -61,7 +61,7 @@ def start(engine: BareEngine) -> Any:
 
     arguments = AsyncEngineArgs(
         model=engine.model,
-        dtype=engine.dtype,
+        dtype=engine.dtype,  # type: ignore[arg-type, unused-ignore]
         max_model_len=engine.max_model_len,
         max_num_seqs=engine.max_num_seqs,
         kv_cache_memory_bytes=engine.kv_cache_bytes or None,

@@ -1,0 +1,381 @@
+"""The arithmetic, the tables and the JSON line of the benches; no bench runs here."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from apps.bench import channel, generator, grpo
+from apps.bench.harness import processes, rates
+from apps.bench.harness.engines import GROUP_SIZE, GROUPS_PER_LOOP, make_turn
+from apps.bench.harness.result import Column, Goal, Result, machine, rows_table, show
+from apps.bench.harness.training import OURS, TRL, Measured, figures_of_rows, figures_of_trl, ours_name
+from apps.bench.peers import trl_grpo, vllm_bare
+from apps.grpo import tasks
+from forge.metrics import METRIC_KEYS, Row
+from forge.processes import RUN_ID_ENV
+
+ROOT = Path(__file__).parents[2]
+SHOWN = {"bench", "machine", "rows", "peak_rss_bytes", "goals"}
+
+
+def printed(result: Result, *tables: Any, notes: tuple[str, ...] = ()) -> list[str]:
+    out = io.StringIO()
+    show(result, *tables, notes=notes, console=Console(file=out, width=100))
+    return out.getvalue().splitlines()
+
+
+def a_result(**changes: Any) -> Result:
+    fields: dict[str, Any] = {
+        "bench": "example",
+        "rows": [{"name": "ours", "ms": 1234.5}],
+        "goals": [Goal("ms", 1234.5, 2000.0, "most")],
+        "peaks": {"trainer": 3 << 20},
+    }
+    return Result(**(fields | changes))
+
+
+# --- tables, goals, the JSON line
+
+
+@pytest.mark.parametrize(
+    ("value", "at", "met"),
+    [
+        (1.0, "least", True),
+        (0.99, "least", False),
+        (1.0, "most", True),
+        (1.01, "most", False),
+        (None, "least", False),
+        (None, "most", False),
+    ],
+)
+def test_a_goal_is_met_at_its_target_and_never_unmeasured(value: float | None, at: Any, met: bool) -> None:
+    goal = Goal("x", value, 1.0, at)
+    assert goal.plain() == {"name": "x", "value": value, "target": 1.0, "met": met}
+    assert str(goal).endswith("NOT met") == (not met)
+
+
+def test_the_last_line_is_one_json_object_and_all_above_it_is_for_people() -> None:
+    lines = printed(a_result(extra={"settings": {"mb": 64}}), notes=("a note",))
+    found = json.loads(lines[-1])
+    assert found.keys() == SHOWN | {"settings"}
+    assert found["goals"] == [{"name": "ms", "value": 1234.5, "target": 2000.0, "met": True}]
+    assert found["peak_rss_bytes"] == {"trainer": 3 << 20}
+    above = "\n".join(lines[:-1])
+    for text in ("peak memory", "trainer", "ms: 1234.5 (at most 2000) met", "a note"):
+        assert text in above
+
+
+def test_a_goal_that_was_not_measured_is_null_and_not_met() -> None:
+    lines = printed(a_result(goals=[Goal("x", None, 1.0, "least")]))
+    assert json.loads(lines[-1])["goals"] == [{"name": "x", "value": None, "target": 1.0, "met": False}]
+    assert "x: not measured (at least 1) NOT met" in lines
+
+
+def test_a_figure_that_json_does_not_have_is_refused() -> None:
+    with pytest.raises(ValueError, match="JSON compliant"):
+        a_result(rows=[{"name": "ours", "ms": float("nan")}]).line()
+
+
+def test_a_table_formats_numbers_and_marks_what_a_row_does_not_have() -> None:
+    rows: list[dict[str, Any]] = [{"name": "a name", "ms": 1234.56}, {"name": "other", "ms": None}, {"name": "third"}]
+    table = rows_table("title", rows, (Column("", "name"), Column("ms", "ms", ",.1f")))
+    out = io.StringIO()
+    Console(file=out, width=80).print(table)
+    cells = [[c.strip() for c in line.split("│")[1:-1]] for line in out.getvalue().splitlines() if "│" in line]
+    assert cells == [["a name", "1,234.6"], ["other", "-"], ["third", "-"]]
+
+
+def test_the_machine_is_described_in_plain_values() -> None:
+    found = json.loads(json.dumps(machine(ray=None, trl="1.0")))
+    assert found["cpus"] >= 1
+    assert found["memory_gib"] > 0
+    assert (found["ray"], found["trl"]) == (None, "1.0")
+
+
+# --- rates
+
+
+def test_a_steady_state_leaves_the_warm_up_out() -> None:
+    stamps = [100.0, 200.0, 300.0, 400.0, 500.0, 500.5, 501.0, 501.5]
+    assert rates.steady(stamps, 64) == rates.Rates(steps_per_s=2.0, samples_per_s=128.0)
+
+
+def test_samples_per_second_see_the_long_steps_that_a_median_hides() -> None:
+    steps = [0.1, 0.1, 1.0] * 4
+    stamps = [sum(steps[:n]) for n in range(1, len(steps) + 1)]
+    found = rates.steady(stamps, 10, warm_up=3)
+    assert found.steps_per_s == pytest.approx(10.0)
+    assert found.samples_per_s == pytest.approx(10 * 9 / 3.6)
+
+
+@pytest.mark.parametrize(("num_steps", "warm_up"), [(5, 5), (0, 1), (5, 0)])
+def test_too_few_steps_are_an_error_that_says_how_many_it_takes(num_steps: int, warm_up: int) -> None:
+    with pytest.raises(ValueError, match=f"run at least {max(warm_up, 1) + 1}"):
+        rates.steady([float(n) for n in range(num_steps)], 64, warm_up)
+
+
+def test_first_and_last_are_means_that_may_overlap() -> None:
+    assert rates.first_and_last([0, 0, 0, 0, 0, 9, 1, 1, 1, 1, 1]) == (0, 1)
+    assert rates.first_and_last([1.0, 2.0, 3.0]) == (2.0, 2.0)
+
+
+def test_a_slow_round_does_not_move_the_ratio() -> None:
+    assert rates.ratio([20.0, 1.0, 20.0], [10.0, 0.5, 10.0]) == 2.0
+
+
+def test_everyone_goes_first_once() -> None:
+    names = ["a", "b", "c"]
+    orders = [rates.turns(names, n) for n in range(3)]
+    assert orders == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]
+    assert rates.turns(names, 3) == orders[0]
+
+
+# --- training runs
+
+
+def a_row(step: int) -> Row:
+    """A run whose steps take half a second, a fifth of it waiting."""
+    values: Row = dict.fromkeys(METRIC_KEYS, 0.0)
+    values |= {
+        "step": step,
+        "time_s": 10 + step / 2,
+        "time/wait_batch_s": 0.1,
+        "time/step_s": 0.3,
+        "time/publish_stall_s": 0.004,
+        "generator/pause_s": 0.001 if step % 2 else None,
+        "reward/mean": step / 10,
+        "tokens/trained": 448,
+        "episodes/trained": 64,
+        "staleness/mean": 1.0,
+    }
+    return values
+
+
+def test_the_figures_of_a_run_come_from_its_rows() -> None:
+    found = figures_of_rows([a_row(step) for step in range(1, 13)], 64)
+    assert found == pytest.approx(
+        {
+            "steps_per_s": 2.0,
+            "samples_per_s": 128.0,
+            "tokens_per_episode": 7.0,
+            "reward_first": 0.3,
+            "reward_last": 1.0,
+            "trainer_idle_share": 0.2,
+            "step_ms": 300.0,
+            "publish_ms": 4.0,
+            "pause_ms": 1.0,
+            "staleness_mean": 1.0,
+        }
+    )
+
+
+def trl_steps(samples_per_s: float, steps: int = 10) -> dict[str, Any]:
+    return {
+        "stamps": [64 / samples_per_s * n for n in range(1, steps + 1)],
+        "rewards": [0.5] * steps,
+        "tokens_per_episode": [7.0] * steps,
+    }
+
+
+def test_rows_hold_medians_and_the_ratio_inside_the_rounds() -> None:
+    measured = Measured()
+    for slow, rate in ((1, 300.0), (10, 300.0), (1, 330.0)):
+        ours = figures_of_trl(trl_steps(rate / slow), 64)
+        measured.add(ours_name(1), ours, {"trainer_0": slow, "controller": 5})
+        measured.add(TRL, figures_of_trl(trl_steps(150.0 / slow), 64), {"TRL": 7})
+    row, trl = measured.rows()
+    assert (row["name"], row["over_trl"]) == (f"{OURS}, max_staleness 1", 2.0)
+    assert row["samples_per_s"] == pytest.approx(300.0)
+    assert row["samples_per_s_by_round"] == [300.0, 30.0, 330.0]
+    assert trl["over_trl"] == 1.0
+    assert measured.peaks == {"trainer_0, max_staleness 1": 10, "controller, max_staleness 1": 5, TRL: 7}
+    (goal,) = grpo.goals(measured, 1)
+    assert (goal.value, goal.met) == (2.0, True)
+
+
+def test_without_trl_there_is_no_ratio_and_the_goal_is_not_met() -> None:
+    measured = Measured()
+    measured.add(ours_name(0), figures_of_trl(trl_steps(100.0), 64), {})
+    assert measured.rows()[0]["over_trl"] is None
+    (goal,) = grpo.goals(measured, 0)
+    assert goal.plain()["value"] is None
+    assert not goal.met
+
+
+# --- the work of the peers is our work
+
+
+@given(st.text("0123456789x", max_size=9), st.text("0123456789", min_size=6, max_size=6))
+def test_the_peers_reward_is_ours(text: str, answer: str) -> None:
+    assert trl_grpo.score([text], [answer]) == [tasks.digits_reward(text, answer)]
+
+
+def test_the_peer_gets_the_preset(tmp_path: Path) -> None:
+    cfg = grpo.config.parse(grpo.AppConfig, [], default_config=grpo.PRESET, prog="test", description="")
+    work = grpo.Work(cfg, "model", tmp_path / "prompts.jsonl", 7)
+    settings = work.trl_settings(2, 3, tmp_path, tmp_path / "out")
+    settings.write(tmp_path / "settings.json")
+    assert trl_grpo.Settings(**json.loads((tmp_path / "settings.json").read_text())) == settings
+    found = trl_grpo.trainer_arguments(settings)
+    expected = {
+        "max_steps": 7,
+        "seed": 3,
+        "num_generations": cfg.grpo.group_size,
+        "per_device_train_batch_size": cfg.grpo.batch_size,
+        "max_completion_length": cfg.generator.max_new_tokens,
+        "temperature": cfg.generator.temperature,
+        "learning_rate": cfg.trainer.lr,
+    }
+    assert {key: found[key] for key in expected} == expected
+    assert found["model_init_kwargs"] == {"dtype": "float32"}
+
+
+def keywords_of(path: str, function: str) -> dict[str, ast.expr]:
+    """The keyword arguments of the only call of `function` in a file."""
+    calls = [
+        node
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == function
+    ]
+    (call,) = calls
+    return {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+
+
+@pytest.mark.parametrize(
+    ("function", "not_in_bare"), [("AsyncEngineArgs", {"worker_extension_cls"}), ("SamplingParams", set[str]())]
+)
+def test_bare_vllm_gets_our_engines_arguments_less_the_receiver(function: str, not_in_bare: set[str]) -> None:
+    ours = keywords_of("actors/vllm_engine.py", function)
+    bare = keywords_of("apps/bench/peers/vllm_bare.py", function)
+    assert bare.keys() == ours.keys() - not_in_bare
+    constants = {name: value.value for name, value in ours.items() if isinstance(value, ast.Constant)}
+    assert constants
+    for name in constants.keys() - not_in_bare:
+        assert ast.unparse(bare[name]) == repr(constants[name]), name
+
+
+@pytest.mark.parametrize("max_tokens", sorted(GROUPS_PER_LOOP))
+def test_a_turn_is_the_same_for_both_engines_and_another_one_in_the_next_round(max_tokens: int) -> None:
+    prompts = [[1, 2], [3, 4]]
+    turn = make_turn(prompts, 64, max_tokens, 1)
+    assert turn == make_turn(prompts, 64, max_tokens, 1) != make_turn(prompts, 64, max_tokens, 2)
+    assert len(turn.loops) * GROUP_SIZE == 64
+    seeds = [seed for groups in turn.loops for _, group in groups for seed in group]
+    assert len(set(seeds)) == len(seeds) == 64 * GROUPS_PER_LOOP[max_tokens]
+    read = vllm_bare.Turn(**json.loads(turn.line()))
+    assert [[tuple(group) for group in groups] for groups in read.loops] == turn.loops
+
+
+def test_the_generators_goal_is_a_ratio_for_each_length() -> None:
+    measured = generator.Measured()
+    for rate in (100.0, 10.0, 120.0):
+        for length, share in ((8, 0.9), (64, 0.97)):
+            measured.add(generator.BARE, length, rate)
+            measured.add(generator.ACTOR, length, rate * share)
+    assert [(goal.value, goal.met) for goal in measured.goals()] == [(0.9, False), (0.97, True)]
+    assert [row["tokens_per_s"] for row in measured.rows()] == [100.0, 90.0, 100.0, 97.0]
+
+
+def test_the_channels_goals_are_ratios_inside_the_rounds() -> None:
+    names = (channel.MEMCPY, channel.MAPPED, channel.RESIDENT)
+    times = dict(zip(names, ([10.0, 100.0], [14.0, 140.0], [2.0, 2.5]), strict=True))
+    result = channel.make_result(times, 1 << 20, {"sender": 1}, None)
+    assert [(goal.name, goal.value, goal.met) for goal in result.goals] == [
+        ("mapped_over_memcpy", 1.4, True),
+        ("resident_ms", 2.25, True),
+    ]
+    assert json.loads(printed(result)[-1]).keys() >= SHOWN
+
+
+# --- programs
+
+
+def test_memory_is_counted_for_the_mesh_that_a_process_belongs_to() -> None:
+    child = "import os, sys; print(1, flush=True); sys.stdin.read()"
+    parent = (
+        "import os, subprocess, sys\n"
+        f"env = {{**os.environ, {RUN_ID_ENV!r}: 'run/trainer_0'}}\n"
+        f"subprocess.run([sys.executable, '-c', {child!r}], env=env)"
+    )
+    env = {key: value for key, value in os.environ.items() if key != RUN_ID_ENV}
+    with subprocess.Popen(
+        [sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"1\n"
+        peaks = processes.peaks_by_role(process.pid, "controller")
+        renamed = processes.peaks_by_role(process.pid, "controller", {process.pid: "other"})
+        process.stdin.close()
+    assert peaks.keys() == {"controller", "trainer_0"}
+    assert min(peaks.values()) > 1 << 20
+    assert renamed.keys() == {"other", "trainer_0"}
+
+
+def run_python(code: str, log: Path, deadline_s: float = 30) -> processes.Finished:
+    return processes.run(
+        [sys.executable, "-c", code], role="program", cwd=ROOT, env={"X": "42"}, deadline_s=deadline_s, log=log
+    )
+
+
+def test_a_program_is_run_to_its_end_with_its_memory(tmp_path: Path) -> None:
+    done = run_python("import os, time; print(os.environ['X'], flush=True); time.sleep(0.3)", tmp_path / "log")
+    assert done.output == "42\n"
+    assert done.peaks["program"] > 0
+
+
+def test_a_program_that_fails_shows_its_last_lines(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)exit code 3:.*what went wrong"):
+        run_python("import sys; print('what went wrong'); sys.exit(3)", tmp_path / "log")
+
+
+def test_a_program_that_does_not_end_is_ended(tmp_path: Path) -> None:
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
+    with pytest.raises(TimeoutError, match=r"did not end within 0\.5 s"):
+        run_python(code, tmp_path / "log", deadline_s=0.5)
+    pid = (tmp_path / "log").read_text().split()[0]
+    assert not Path(f"/proc/{pid}").exists()
+
+
+# --- command lines
+
+
+@pytest.mark.parametrize(
+    ("bench", "arguments", "message"),
+    [
+        (grpo, ["--steps", "5"], "--steps > 5"),
+        (grpo, ["--rounds", "0"], "--rounds must be >= 1"),
+        (grpo, ["--trl-threads", "2"], "must contain 1"),
+        (generator, ["--sequences", "12"], "multiple of 8"),
+    ],
+)
+def test_wrong_arguments_end_with_2_before_anything_starts(
+    bench: Any,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", *arguments])
+    with pytest.raises(SystemExit) as exit_info:
+        bench.main()
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_trl_says_how_to_make_its_environment(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"does not exist.*pip install -r apps/bench/peers/trl\.txt"):
+        grpo.find_trl(str(tmp_path / "python"))
+    assert (ROOT / grpo.TRL_PINS).is_file()
