@@ -57,9 +57,7 @@ class GeneratorConfig:
                 "greedy decoding has no policy gradient"
             )
         if not 0 < self.top_p <= 1:
-            raise ConfigError(
-                f"generator.top_p must lie in (0, 1], got {self.top_p}; use 1 for the whole vocabulary"
-            )
+            raise ConfigError(f"generator.top_p must lie in (0, 1], got {self.top_p}; use 1 for the whole vocabulary")
         for name in ("top_k", "kv_cache_bytes"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"generator.{name} must be >= 0, got {getattr(self, name)}")
@@ -124,9 +122,7 @@ class Generator:
         """Starts the engine; a first request on `warm_up` pays for what the engine compiles lazily."""
         await within(self._config.start_timeout_s, "the vLLM engine to start", self._engine.start())
         if warm_up:
-            warm = self._engine.generate(
-                warm_up, self._config.sampling, max_tokens=2, seed=0, stop_ids=self._stop_ids
-            )
+            warm = self._engine.generate(warm_up, self._config.sampling, max_tokens=2, seed=0, stop_ids=self._stop_ids)
             await within(self._config.start_timeout_s, "the engine's first request", warm)
 
     async def generate(

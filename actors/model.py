@@ -75,9 +75,7 @@ def load_hf(model: str | Path, dtype: torch.dtype, device: str = "cpu") -> Any:
     try:
         hf: Any = AutoModelForCausalLM.from_pretrained(str(model), dtype=dtype)
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--model {model} is no causal language model that transformers can load: {error}"
-        ) from error
+        raise ConfigError(f"--model {model} is no causal language model that transformers can load: {error}") from error
     return hf.to(device)
 
 

@@ -32,9 +32,7 @@ class Reference:
         """`[G, T]` float32, 0 where `loss_mask` is False."""
         out = torch.zeros_like(group["behavior_logprobs"])
         for micro in micro_batches(group, self._microbatch_tokens, packing=False):
-            values, _ = self._policy(
-                *(x.to(self._spec.device) for x in (micro.tokens, micro.position_ids, micro.mask))
-            )
+            values, _ = self._policy(*(x.to(self._spec.device) for x in (micro.tokens, micro.position_ids, micro.mask)))
             index = torch.tensor(micro.rows)
             width = micro.loss_mask.shape[1]
             out[index, :width] = out[index, :width].masked_scatter(micro.loss_mask, values.cpu())

@@ -81,9 +81,7 @@ class RewardConfig:
         for path in paths:
             _check_function(path)
             if paths.count(path) > 1:
-                raise ConfigError(
-                    f"reward.functions names {path} {paths.count(path)} times; add up its weights"
-                )
+                raise ConfigError(f"reward.functions names {path} {paths.count(path)} times; add up its weights")
 
     def names(self) -> list[str]:
         """What each function is called in `Scores.parts`: its own name if unique, else its path."""
@@ -98,18 +96,14 @@ def _check_function(path: str) -> None:
     try:
         function = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"reward.functions has {path!r}, which cannot be imported ({error}); {remedy}"
-        ) from error
+        raise ConfigError(f"reward.functions has {path!r}, which cannot be imported ({error}); {remedy}") from error
     if not callable(function) or inspect.iscoroutinefunction(function):
         kind = "an async function" if callable(function) else f"a {type(function).__name__}"
         raise ConfigError(f"reward.functions has {path!r}, which is {kind}; {remedy}")
     try:
         inspect.signature(function).bind(None)
     except TypeError as error:
-        raise ConfigError(
-            f"reward.functions has {path!r}, which cannot take one Sample ({error}); {remedy}"
-        ) from error
+        raise ConfigError(f"reward.functions has {path!r}, which cannot take one Sample ({error}); {remedy}") from error
     except ValueError:
         return  # a builtin without a signature
 
@@ -175,9 +169,7 @@ class RewardScorer:
         late = self._config.timeout_reward
         parts = [[late if value is None else value for value in row] for row in values]
         weights = [function.weight for function in self._config.functions]
-        total = [
-            sum(w * v for w, v in zip(weights, column, strict=True)) for column in zip(*parts, strict=True)
-        ]
+        total = [sum(w * v for w, v in zip(weights, column, strict=True)) for column in zip(*parts, strict=True)]
         timeouts = sum(row.count(None) for row in values)
         return Scores(total, dict(zip(self._config.names(), parts, strict=True)), timeouts)
 
@@ -195,9 +187,7 @@ class RewardScorer:
                 return [*await worker.call(path, samples, limit)]
         except TimeoutError:
             if len(samples) == 1:
-                _log.warning(
-                    "reward %s took more than %g s for prompt %r", path, limit, samples[0].prompt[:200]
-                )
+                _log.warning("reward %s took more than %g s for prompt %r", path, limit, samples[0].prompt[:200])
                 return [None]
         # One slow sample must not decide over the others.
         alone = await asyncio.gather(*(self._call(path, [sample]) for sample in samples))

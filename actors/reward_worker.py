@@ -60,17 +60,13 @@ def evaluate(path: str, function: Reward, samples: Sequence[Sample]) -> list[flo
         try:
             value: Any = function(sample)
         except (Exception, SystemExit) as error:
-            raise RewardError(
-                f"{path} raised {type(error).__name__}: {error}\n{_describe(sample)}"
-            ) from error
+            raise RewardError(f"{path} raised {type(error).__name__}: {error}\n{_describe(sample)}") from error
         try:
             number = math.nan if isinstance(value, str) else float(value)
         except (TypeError, ValueError):
             number = math.nan
         if not math.isfinite(number):
-            raise RewardError(
-                f"{path} returned {value!r}; a reward is one finite number\n{_describe(sample)}"
-            )
+            raise RewardError(f"{path} returned {value!r}; a reward is one finite number\n{_describe(sample)}")
         values.append(number)
     return values
 

@@ -267,9 +267,7 @@ class Trainer:
             self._publisher.close()
 
 
-def _write_checkpoint(
-    hf: Any, state: dict[str, Any], folder: Path, tokenizer_from: str, dtype: torch.dtype
-) -> None:
+def _write_checkpoint(hf: Any, state: dict[str, Any], folder: Path, tokenizer_from: str, dtype: torch.dtype) -> None:
     from transformers import AutoTokenizer
 
     partial = folder.with_name(folder.name + ".partial")
@@ -295,9 +293,7 @@ def _solo_process_group(device: str) -> None:
 class TrainerActor(Actor):
     """Monarch shell of `Trainer`, one actor a rank. Work runs in a thread: the actor stays reachable."""
 
-    def __init__(
-        self, config: TrainerConfig, loss: LossConfig, spec: ModelSpec, *, world: int, seed: int
-    ) -> None:
+    def __init__(self, config: TrainerConfig, loss: LossConfig, spec: ModelSpec, *, world: int, seed: int) -> None:
         self._arguments = (config, loss, spec)
         self._world, self._seed = world, seed
         # Not `current_rank()`, which is relative to the slice that a message went to.
@@ -372,9 +368,7 @@ class TrainerMesh:
     async def step(self, shards: Sequence[Any]) -> StepResult:
         """One step of all ranks; `shards[rank]` is a channel handle. Metrics are global, memory is the ranks' sum."""
         call = self._mesh.step.call(shards)
-        results = [
-            result for _, result in await within(self._config.step_timeout_s, "an optimizer step", call)
-        ]
+        results = [result for _, result in await within(self._config.step_timeout_s, "an optimizer step", call)]
         return replace(results[0], peak_rss_bytes=sum(r.peak_rss_bytes for r in results))
 
     async def endpoint(self) -> Endpoint:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from forge.child import scratch_folder
 from forge.errors import ConfigError, WeightSyncError
 from weightsync.publisher import Endpoint
 
@@ -74,6 +75,7 @@ class VllmEngine:
         c = self._config
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", str(scratch_folder()))  # its sockets go with this process
         if c.tensor_parallel == 1:
             # Without it vLLM forks the worker off the engine process on CPUs: one hop more for every step.
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -152,9 +154,7 @@ class VllmEngine:
     async def connect(self, endpoint: Endpoint) -> None:
         """Tells the worker where versions come from. Raises WeightSyncError listing names that do not pair up."""
         segments = [asdict(ref) for ref in endpoint.segments]
-        for problem in await self._engine.collective_rpc(
-            "forge_connect", args=(endpoint.layout.plain(), segments)
-        ):
+        for problem in await self._engine.collective_rpc("forge_connect", args=(endpoint.layout.plain(), segments)):
             if problem:
                 raise WeightSyncError(problem)
 

@@ -97,9 +97,7 @@ def _read_flags(argv: Sequence[str], config_cls: type) -> _Flags:
         elif word == "--print-config":
             flags.print_config = True
         elif not word.startswith("--") or word == "--":
-            raise ConfigError(
-                f"unexpected argument {word!r}; options are written --key=value, --help lists them"
-            )
+            raise ConfigError(f"unexpected argument {word!r}; options are written --key=value, --help lists them")
         else:
             key, equals, text = word[2:].partition("=")
             kind = Path if key == "config" else type_at(key, source)
@@ -119,9 +117,7 @@ def _next_word(key: str, kind: Any, rest: list[str]) -> str:
     if kind is bool and not (follows and rest[0].lower() in ("true", "false")):
         return "true"
     if not follows:
-        raise ConfigError(
-            f"{key} has no value ({_COMMAND_LINE}), allowed: {describe(kind)}; write --{key}=VALUE"
-        )
+        raise ConfigError(f"{key} has no value ({_COMMAND_LINE}), allowed: {describe(kind)}; write --{key}=VALUE")
     return rest.pop(0)
 
 
@@ -141,15 +137,11 @@ def _read_preset(path: Path, default_config: Path) -> dict[str, Any]:
         _forbid_duplicates(yaml.compose(text, Loader=yaml.SafeLoader), path)
         loaded = jsonargparse.get_loader("yaml")(text)  # unlike PyYAML's own, reads 1e-5 as a number
     except yaml.YAMLError as error:
-        raise ConfigError(
-            f"config file {str(path)!r} is not YAML: {error}; correct the line it names"
-        ) from None
+        raise ConfigError(f"config file {str(path)!r} is not YAML: {error}; correct the line it names") from None
     if loaded is None or not text.strip():
         return {}
     if not isinstance(loaded, dict):
-        raise ConfigError(
-            f"config file {str(path)!r} holds {loaded!r}, allowed: a mapping of sections to keys"
-        )
+        raise ConfigError(f"config file {str(path)!r} holds {loaded!r}, allowed: a mapping of sections to keys")
     return loaded
 
 
@@ -162,9 +154,7 @@ def _forbid_duplicates(node: yaml.Node | None, path: Path) -> None:
         for name, value in node.value:
             if isinstance(name, yaml.ScalarNode) and name.value in seen:
                 line = name.start_mark.line + 1
-                raise ConfigError(
-                    f"{name.value!r} stands twice in {path}, again in line {line}; keep one of the two"
-                )
+                raise ConfigError(f"{name.value!r} stands twice in {path}, again in line {line}; keep one of the two")
             seen.add(str(name.value))
             _forbid_duplicates(value, path)
 
@@ -194,9 +184,7 @@ def _check_value(value: Any, kind: Any, source: Source, key: str) -> None:
         for index, item in enumerate(value):
             _check_value(item, section, source, f"{key}[{index}]")
     elif kind is section:
-        raise ConfigError(
-            f"{key} is {value!r} ({source.where}), allowed: {describe(kind)}; indent its keys below it"
-        )
+        raise ConfigError(f"{key} is {value!r} ({source.where}), allowed: {describe(kind)}; indent its keys below it")
 
 
 # --- all three sources together
@@ -253,9 +241,7 @@ def _raise_wrong_type(
     item = dataclass_in(kind)
     if inner and item and names[-1] in field_types(item):
         kind = field_types(item)[names[-1]]
-    raise ConfigError(
-        f"{key} is {value!r} ({source.where}){inner}, allowed: {describe(kind)}{_default(root, key)}"
-    )
+    raise ConfigError(f"{key} is {value!r} ({source.where}){inner}, allowed: {describe(kind)}{_default(root, key)}")
 
 
 def _default(root: type, key: str) -> str:

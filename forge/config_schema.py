@@ -85,9 +85,7 @@ def type_at(key: str, source: Source) -> Any:
         names = ", ".join(f"{key}.{name}" for name in field_types(kind))
         raise ConfigError(f"{key} is a section, not a key ({source.where}); set one of {names}")
     if key.endswith("+") and get_origin(kind) is not list:
-        raise ConfigError(
-            f"{key} appends to a list, but {key[:-1]} is {describe(kind)}; write --{key[:-1]}=VALUE"
-        )
+        raise ConfigError(f"{key} appends to a list, but {key[:-1]} is {describe(kind)}; write --{key[:-1]}=VALUE")
     return kind
 
 
@@ -150,16 +148,12 @@ def help_text(config: Any, preset: Path, prog: str, description: str) -> str:
         f"usage: {prog} [--config FILE.yaml] [--print-config] [--KEY=VALUE ...]",
         "",
         *_wrapped(description, "", width),
-        *_wrapped(
-            f"The values below are in force with the preset {preset} and the options given.", "", width
-        ),
+        *_wrapped(f"The values below are in force with the preset {preset} and the options given.", "", width),
         "",
         "  --config=FILE.yaml",
         *_wrapped("Preset to start from; the other options overlay it.", " " * 6, width),
         "  --print-config",
-        *_wrapped(
-            "Print the configuration in force as YAML and exit; --config reads it back.", " " * 6, width
-        ),
+        *_wrapped("Print the configuration in force as YAML and exit; --config reads it back.", " " * 6, width),
         "  --help, -h",
         *_wrapped("Print this text and exit.", " " * 6, width),
         *_section_help(config, "", "", width),
@@ -190,11 +184,7 @@ def _wrapped(text: str, indent: str, width: int) -> list[str]:
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
-        return {
-            field.name: _plain(getattr(value, field.name))
-            for field in dataclasses.fields(value)
-            if field.init
-        }
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -88,9 +88,7 @@ def load_object(path: str, option: str) -> Callable[..., Any]:
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{option} is {path!r}, which cannot be imported ({error}); {example}") from error
     if not callable(found):
-        raise ConfigError(
-            f"{option} is {path!r}, which is a {type(found).__name__}, not a function; {example}"
-        )
+        raise ConfigError(f"{option} is {path!r}, which is a {type(found).__name__}, not a function; {example}")
     return found
 
 
@@ -230,9 +228,7 @@ class _Prompts:
         epoch, number = index
         row = self._rows[number]
         if ("messages" in row) == ("prompt" in row):
-            raise ConfigError(
-                f"row {number} has the keys {sorted(row)}; it needs one of `messages` and `prompt`"
-            )
+            raise ConfigError(f"row {number} has the keys {sorted(row)}; it needs one of `messages` and `prompt`")
         text, token_ids = self._encode(row)
         if not token_ids:
             raise ConfigError(f"row {number} has 0 tokens; a completion needs at least one token before it")
@@ -264,9 +260,7 @@ class _Order(Sampler[tuple[int, int]]):
 
     def _start(self, epoch: int, position: int) -> None:
         self._epoch, self._position = epoch, position
-        self._rows = (
-            _permutation(self._num_rows, self._seed, epoch) if self._shuffle else range(self._num_rows)
-        )
+        self._rows = _permutation(self._num_rows, self._seed, epoch) if self._shuffle else range(self._num_rows)
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self._epoch, "position": self._position}

@@ -15,9 +15,7 @@ def peak_rss_bytes(pid: int | None = None) -> int:
         current = todo.pop()
         try:
             with open(f"/proc/{current}/status") as status:
-                total += next(
-                    (int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:")), 0
-                )
+                total += next((int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:")), 0)
             for thread in os.listdir(f"/proc/{current}/task"):
                 with open(f"/proc/{current}/task/{thread}/children") as children:
                     todo += [int(child) for child in children.read().split()]

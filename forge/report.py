@@ -137,9 +137,7 @@ class RunLog:
         # rich answers a reader that went away (`| head`) with SystemExit, which would hide the exit code.
         with suppress(BrokenPipeError, SystemExit):
             self._console.print(table)
-            self._console.print(
-                f"run folder {self.folder.path}", highlight=False, markup=False, soft_wrap=True
-            )
+            self._console.print(f"run folder {self.folder.path}", highlight=False, markup=False, soft_wrap=True)
 
 
 class Terminal:

@@ -125,9 +125,7 @@ class _EventFile(_AppendOnly):
                 RecordWriter,
             )
         except ImportError as error:
-            raise ConfigError(
-                "run.tensorboard needs `pip install tensorboard`, or set it to false"
-            ) from error
+            raise ConfigError("run.tensorboard needs `pip install tensorboard`, or set it to false") from error
         self._event, self._records = Event, RecordWriter(self)
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}.0"
         super().__init__(folder / name)
@@ -153,9 +151,7 @@ class RunFolder:
     taken or cannot be used, RunFolderError when the disk is full or broken; then no folder is left.
     """
 
-    def __init__(
-        self, dir: str | Path | None, name: str, config_yaml: str, *, tensorboard: bool = True
-    ) -> None:
+    def __init__(self, dir: str | Path | None, name: str, config_yaml: str, *, tensorboard: bool = True) -> None:
         self.path, made = _claim(dir, name)
         self.checkpoint = self.path / "checkpoint"
         self.metrics_path = self.path / "metrics.jsonl"

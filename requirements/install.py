@@ -50,10 +50,7 @@ def check_python() -> None:
     """Older interpreters fail later with syntax errors that say nothing."""
     if sys.version_info < OLDEST_PYTHON:
         wanted, found = ".".join(map(str, OLDEST_PYTHON)), sys.version.split()[0]
-        fail(
-            f"python {wanted} or later is needed, "
-            f"{sys.executable} is {found}; try: make setup PYTHON=python{wanted}"
-        )
+        fail(f"python {wanted} or later is needed, {sys.executable} is {found}; try: make setup PYTHON=python{wanted}")
     if not sys.platform.startswith("linux"):
         fail(f"Linux is needed, this is {sys.platform}; processes share memory through Linux's memfd")
 
@@ -81,10 +78,7 @@ def make_venv() -> None:
     """Keeps a .venv whose interpreter runs and is new enough."""
     python = VENV / "bin" / "python"
     probe = f"import sys, pip; sys.exit(sys.version_info < {OLDEST_PYTHON})"
-    if (
-        python.exists()
-        and subprocess.run([python, "-c", probe], check=False, capture_output=True).returncode == 0
-    ):
+    if python.exists() and subprocess.run([python, "-c", probe], check=False, capture_output=True).returncode == 0:
         return
     print(f"setup: creating {VENV} with {sys.executable}", flush=True)
     try:
@@ -150,11 +144,7 @@ def must(code: int) -> None:
     if code:
         noise = ("WARNING", "Requirement already satisfied", "Collecting", "  Using cached", "  Downloading")
         tail = [line for line in LOG.read_text().splitlines() if line and not line.startswith(noise)][-12:]
-        fail(
-            "\n".join(
-                [*tail, f"pip failed with exit code {code}, see {LOG}; `make setup` goes on where it stopped"]
-            )
-        )
+        fail("\n".join([*tail, f"pip failed with exit code {code}, see {LOG}; `make setup` goes on where it stopped"]))
 
 
 def fail(message: str) -> None:

@@ -23,9 +23,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements" / "cpu.lock"
-HEADER = (
-    "# Written by `make lock` from pyproject.toml; installed with --no-deps by `make setup`. Do not edit.\n"
-)
+HEADER = "# Written by `make lock` from pyproject.toml; installed with --no-deps by `make setup`. Do not edit.\n"
 
 
 def direct_requirements(project: dict[str, Any]) -> list[Requirement]:
@@ -92,9 +90,7 @@ def main() -> None:
         return
     found = LOCK.read_text()
     if found != wanted:
-        diff = difflib.unified_diff(
-            found.splitlines(), wanted.splitlines(), str(LOCK), "as it should be", lineterm=""
-        )
+        diff = difflib.unified_diff(found.splitlines(), wanted.splitlines(), str(LOCK), "as it should be", lineterm="")
         raise SystemExit("\n".join([*diff, "the lock is stale; run: make lock"]))
 
 

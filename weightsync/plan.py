@@ -71,9 +71,7 @@ def make_layout(parameters: Iterable[tuple[str, Sequence[int], torch.dtype]]) ->
     for raw, shape, dtype in parameters:
         name = clean_name(raw)
         if name in seen:
-            raise WeightSyncError(
-                f"two parameters are named {name} once wrappers are removed (second: {raw})"
-            )
+            raise WeightSyncError(f"two parameters are named {name} once wrappers are removed (second: {raw})")
         seen.add(name)
         nbytes = math.prod(shape) * dtype.itemsize
         entries.append(Entry(name, str(dtype).removeprefix("torch."), tuple(shape), offset, nbytes))

@@ -48,8 +48,7 @@ class Publisher:
         self._tensors = [tensor for _, tensor in named]
         self._layout = make_layout((name, tensor.shape, dtype) for name, tensor in named)
         self._rows = [
-            shard_rows(t.shape[0], world, rank) if isinstance(t, DTensor) and t.dim() else None
-            for t in self._tensors
+            shard_rows(t.shape[0], world, rank) if isinstance(t, DTensor) and t.dim() else None for t in self._tensors
         ]
         self._writes_replicated = rank == 0
         if segments is None:

@@ -51,9 +51,7 @@ class WeightReceiver:
         new = Layout.from_plain(layout)
         tied = self._forge_config.model_config.hf_config.tie_word_embeddings
         published = {e.name for e in new.entries if not (tied and e.name.startswith("lm_head."))}
-        receiver = {
-            n for n, _ in self._forge_shadow.named_parameters() if not (tied and n.startswith("lm_head."))
-        }
+        receiver = {n for n, _ in self._forge_shadow.named_parameters() if not (tied and n.startswith("lm_head."))}
         packed = getattr(self._forge_shadow, "packed_modules_mapping", {})
         missing, unknown = unpaired_names(published, receiver, packed)
         if missing or unknown:

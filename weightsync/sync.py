@@ -92,9 +92,7 @@ class WeightSync:
     async def publish(self, version: int) -> float:
         """Snapshots `version`; returns the seconds that the trainer stood still for it."""
         if version <= self.published_version:
-            raise WeightSyncError(
-                f"version {version} was published after {self.published_version}; versions only grow"
-            )
+            raise WeightSyncError(f"version {version} was published after {self.published_version}; versions only grow")
         begin = time.perf_counter()
         if self._pending is not None:
             self._skipped += 1

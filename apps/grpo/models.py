@@ -99,11 +99,7 @@ def _is_folder_name(name: str) -> bool:
     if not name:
         return False
     path = Path(name).expanduser()
-    return (
-        path.exists()
-        or name.startswith((".", "~", "/"))
-        or (len(path.parts) > 1 and Path(path.parts[0]).is_dir())
-    )
+    return path.exists() or name.startswith((".", "~", "/")) or (len(path.parts) > 1 and Path(path.parts[0]).is_dir())
 
 
 # ---- the cache ------------------------------------------------------------------------------------

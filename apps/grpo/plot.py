@@ -65,13 +65,9 @@ def plot(runs: Sequence[Path], out: Path, *, key: str = "reward/mean", window: i
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code, 2 for a folder or key that cannot be plotted."""
-    parser = argparse.ArgumentParser(
-        prog="python -m apps.grpo.plot", description="Plot runs into one picture."
-    )
+    parser = argparse.ArgumentParser(prog="python -m apps.grpo.plot", description="Plot runs into one picture.")
     parser.add_argument("runs", nargs="+", type=Path, help="run folders, each with a metrics.jsonl")
-    parser.add_argument(
-        "-o", "--out", type=Path, default=Path("curve.png"), help="picture to write (curve.png)"
-    )
+    parser.add_argument("-o", "--out", type=Path, default=Path("curve.png"), help="picture to write (curve.png)")
     parser.add_argument("--key", default="reward/mean", help="key of metrics.jsonl to plot (reward/mean)")
     parser.add_argument("--window", type=int, default=5, help="steps in the trailing mean (5)")
     args = parser.parse_args(argv)

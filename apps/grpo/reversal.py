@@ -137,9 +137,7 @@ def _reproducible(seed: int) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _warm_up(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: ReversalRecipe
-) -> tuple[int, float]:
+def _warm_up(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: ReversalRecipe) -> tuple[int, float]:
     """Supervised steps until the sampled reward reaches the target; returns (steps, reward)."""
     import torch
 
@@ -168,9 +166,7 @@ def _warm_up(
     )
 
 
-def _sampled_reward(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: ReversalRecipe
-) -> float:
+def _sampled_reward(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: ReversalRecipe) -> float:
     """Mean reward of 256 completions at temperature 1."""
     import torch
 

@@ -116,9 +116,7 @@ def convert(recipe: SmolLM2Recipe, out: Path) -> dict[str, Any]:
     return {"license": field("general.license"), "parameters": sum(w.numel() for w in weights.values())}
 
 
-def gguf_weights(
-    reader: Any, heads: int, kv_heads: int, dtype: torch.dtype
-) -> Iterator[tuple[str, torch.Tensor]]:
+def gguf_weights(reader: Any, heads: int, kv_heads: int, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (Hugging Face name, weight) for every tensor of a Llama GGUF file."""
     import numpy as np
     import torch

@@ -104,9 +104,7 @@ async def spawn_actors(
 
 async def _start_trainer(cfg: AppConfig, cluster: Cluster, spec: ModelSpec) -> TrainerMesh:
     world = cluster.procs("trainer")
-    mesh = await cluster.spawn(
-        "trainer", TrainerActor, cfg.trainer, cfg.loss, spec, world=world, seed=cfg.seed
-    )
+    mesh = await cluster.spawn("trainer", TrainerActor, cfg.trainer, cfg.loss, spec, world=world, seed=cfg.seed)
     trainer = TrainerMesh(mesh, cfg.trainer, world, spec.dtype)
     await trainer.setup()
     return trainer
@@ -142,15 +140,11 @@ async def _start_reward(cfg: AppConfig, cluster: Cluster, own: Rewards | None) -
 
 async def _start_replay(cfg: AppConfig, cluster: Cluster) -> ReplayClient:
     grpo = cfg.grpo
-    return ReplayClient(
-        await cluster.spawn("replay", ReplayActor, cfg.replay, grpo.groups_per_step, grpo.degenerate)
-    )
+    return ReplayClient(await cluster.spawn("replay", ReplayActor, cfg.replay, grpo.groups_per_step, grpo.degenerate))
 
 
 async def _start_reference(cfg: AppConfig, cluster: Cluster, spec: ModelSpec) -> ReferenceClient:
-    mesh = await cluster.spawn(
-        "reference", ReferenceActor, spec, microbatch_tokens=cfg.trainer.microbatch_tokens
-    )
+    mesh = await cluster.spawn("reference", ReferenceActor, spec, microbatch_tokens=cfg.trainer.microbatch_tokens)
     client = ReferenceClient(mesh)
     await client.setup()
     return client

@@ -101,9 +101,7 @@ def _read_hub(path: str, split: str) -> Iterable[dict[str, str]]:
 def _final_answer(answer: str, path: str, number: int) -> str:
     _, mark, final = answer.rpartition("####")
     if not mark:
-        raise ConfigError(
-            f"{path}, record {number}: the answer has no `####` before its final number: {answer[:80]!r}"
-        )
+        raise ConfigError(f"{path}, record {number}: the answer has no `####` before its final number: {answer[:80]!r}")
     return final.strip().replace(",", "")
 
 

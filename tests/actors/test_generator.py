@@ -68,9 +68,7 @@ class Live:
         self, count: int, length: int, sampling: Sampling = SAMPLERS[0], seed: int = 0
     ) -> list[Completion]:
         requests = (
-            self.engine.generate(
-                [*PROMPT, 7 + i % 8], sampling, max_tokens=length, seed=seed + i, stop_ids=[]
-            )
+            self.engine.generate([*PROMPT, 7 + i % 8], sampling, max_tokens=length, seed=seed + i, stop_ids=[])
             for i in range(count)
         )
         return list(await asyncio.gather(*requests))
@@ -118,10 +116,7 @@ def test_the_trainer_gives_every_sampled_token_the_probability_that_the_sampler_
 @pytest.mark.parametrize("forgotten", [Sampling(1.0, 0.9), Sampling(0.6, 1.0)], ids=["temperature", "top_p"])
 def test_forgetting_temperature_or_top_p_would_be_noticed(live: Live, forgotten: Sampling) -> None:
     completions = live.run(live.complete(8, 24, Sampling(0.6, 0.9)))
-    gaps = [
-        (live.expected(i, c, forgotten) - torch.tensor(c.logprobs)).abs().mean()
-        for i, c in enumerate(completions)
-    ]
+    gaps = [(live.expected(i, c, forgotten) - torch.tensor(c.logprobs)).abs().mean() for i, c in enumerate(completions)]
     assert max(gaps) > 0.005
 
 
@@ -213,9 +208,7 @@ def test_a_publisher_whose_names_do_not_pair_up_is_refused_and_the_old_weights_g
 
 def test_a_version_that_fails_half_way_is_reported_and_the_old_one_goes_on_serving(live: Live) -> None:
     before = live.run(live.complete(2, 16))
-    halved = [
-        (n, p[: len(p) // 2] if "layers.1.mlp.down_proj" in n else p) for n, p in live.hf.named_parameters()
-    ]
+    halved = [(n, p[: len(p) // 2] if "layers.1.mlp.down_proj" in n else p) for n, p in live.hf.named_parameters()]
     publisher = Publisher(halved, torch.float32)
     publisher.snapshot(0)
     live.run(live.generator.connect(publisher.endpoint))
@@ -227,9 +220,7 @@ def test_a_version_that_fails_half_way_is_reported_and_the_old_one_goes_on_servi
     live.perturb(4)
     live.run(live.sync())
     completion = live.run(live.complete(1, 16))[0]
-    torch.testing.assert_close(
-        live.expected(0, completion), torch.tensor(completion.logprobs), atol=1e-4, rtol=0
-    )
+    torch.testing.assert_close(live.expected(0, completion), torch.tensor(completion.logprobs), atol=1e-4, rtol=0)
 
 
 def test_an_abort_returns_what_was_sampled_and_leaves_the_engine_working(live: Live) -> None:

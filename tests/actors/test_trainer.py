@@ -91,9 +91,7 @@ def _rank_gradient(rank: int, world: int, folder: str, nano: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     rows = [list(range(11)), list(range(11, 16))][rank]  # uneven: one rank runs out of passes first
-    one = Trainer(
-        TrainerConfig(microbatch_tokens=30), LossConfig(), ModelSpec(nano, "float32"), rank=rank, world=world
-    )
+    one = Trainer(TrainerConfig(microbatch_tokens=30), LossConfig(), ModelSpec(nano, "float32"), rank=rank, world=world)
     metrics = one._accumulate(ragged_batch()[torch.tensor(rows)])
     full = {name: p.grad.full_tensor() for name, p in one.policy.hf.named_parameters()}
     before = {n: p.detach().full_tensor().clone() for n, p in one.policy.hf.named_parameters()}
@@ -152,9 +150,7 @@ def test_a_non_finite_gradient_is_an_error_and_leaves_the_weights_alone(nano: st
     assert one.policy_version == 0
 
 
-@pytest.mark.parametrize(
-    "sampler", [{}, {"temperature": 0.6, "top_p": 0.9}, {"temperature": 1.3, "top_k": 5}]
-)
+@pytest.mark.parametrize("sampler", [{}, {"temperature": 0.6, "top_p": 0.9}, {"temperature": 1.3, "top_k": 5}])
 def test_the_ratio_is_one_when_the_policy_itself_was_the_sampler(nano: str, sampler: dict[str, Any]) -> None:
     one = trainer(nano, **sampler)
     batch = ragged_batch()

@@ -40,9 +40,7 @@ def test_a_folder_is_taken_as_it_is_and_a_hub_name_is_left_alone(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./no-such", "~/no/such", "apps/no-such-model"])
-def test_a_missing_folder_is_refused_and_not_taken_for_a_hub_name(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_folder_is_refused_and_not_taken_for_a_hub_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     with pytest.raises(ConfigError, match="does not exist") as caught:
         check_model(name)

@@ -69,9 +69,7 @@ def test_gsm8k_says_which_file_or_record_is_wrong(tmp_path: Path) -> None:
         gsm8k(str(tmp_path / "missing.jsonl"))
     bad = tmp_path / "bad.jsonl"
     bad.write_text(
-        json.dumps({"question": "?", "answer": "#### 1"})
-        + "\n\n"
-        + json.dumps({"question": "?", "answer": "2"})
+        json.dumps({"question": "?", "answer": "#### 1"}) + "\n\n" + json.dumps({"question": "?", "answer": "2"})
     )
     with pytest.raises(ConfigError, match="record 1: the answer has no `####`"):
         gsm8k(str(bad))
@@ -167,9 +165,7 @@ def test_the_worked_solutions_of_the_sample_file_earn_the_full_reward() -> None:
 
 
 def test_importing_the_rewards_imports_nothing_heavy() -> None:
-    code = (
-        "import sys, apps.grpo.tasks; print([n for n in ('torch', 'monarch', 'sympy') if n in sys.modules])"
-    )
+    code = "import sys, apps.grpo.tasks; print([n for n in ('torch', 'monarch', 'sympy') if n in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )

@@ -15,9 +15,7 @@ from forge.batch import EPISODE_KEYS, TOKEN_KEYS, check_batch, collate, make_gro
 from forge.errors import SchemaError
 
 
-def group(
-    lengths: list[int], *, prompt: int = 2, group_id: int = 0, version: int = 0, pad_id: int = 0
-) -> TensorDict:
+def group(lengths: list[int], *, prompt: int = 2, group_id: int = 0, version: int = 0, pad_id: int = 0) -> TensorDict:
     """A group whose completion g has `lengths[g]` tokens: 100 * g + 1, 100 * g + 2, ..."""
     return make_group(
         list(range(10, 10 + prompt)),

@@ -120,9 +120,7 @@ def test_the_preset_overlays_the_code_and_leaves_the_rest_at_its_default(run: Ru
 
 def test_options_overlay_the_preset_in_both_spellings(run: Run) -> None:
     together = run("--seed=7", "--mesh.trainer.procs=1", "--mesh.device=cpu", "--rewards.timeout_s=1e-5")
-    apart = run(
-        "--seed", "7", "--mesh.trainer.procs", "1", "--mesh.device", "cpu", "--rewards.timeout_s", "1e-5"
-    )
+    apart = run("--seed", "7", "--mesh.trainer.procs", "1", "--mesh.device", "cpu", "--rewards.timeout_s", "1e-5")
     assert together == apart
     assert (together.seed, together.mesh.trainer.procs, together.mesh.device) == (7, 1, "cpu")
     assert together.rewards.timeout_s == 1e-5
@@ -262,9 +260,7 @@ def test_what_validate_refuses_ends_as_one_line_too(fails: Callable[..., str], r
     assert run("--seed=4", validate=no_three).seed == 4
 
 
-def test_help_documents_every_leaf_with_type_value_and_docstring(
-    run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_documents_every_leaf_with_type_value_and_docstring(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         run("--help")
     assert exit_info.value.code == 0
@@ -288,9 +284,7 @@ def test_help_documents_every_leaf_with_type_value_and_docstring(
     assert max(map(len, text.splitlines())) <= 110
 
 
-def test_print_config_is_read_back_equal(
-    run: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_print_config_is_read_back_equal(run: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     argv = ["--mesh.debug", "--model=x", "--rewards.functions=[{path: m:h, weight: 3}]", "--spare.procs=2"]
 
     def never(config: App) -> None:
@@ -312,14 +306,10 @@ def test_print_config_is_read_back_equal(
         seed=st.integers(-(2**63), 2**63),
         ratios=st.lists(st.floats(allow_nan=False, allow_infinity=False)),
         spare=st.none() | st.builds(Role, procs=st.none() | st.integers()),
-        mesh=st.builds(
-            Mesh, debug=st.booleans(), pools=st.dictionaries(st.sampled_from("abc"), st.integers())
-        ),
+        mesh=st.builds(Mesh, debug=st.booleans(), pools=st.dictionaries(st.sampled_from("abc"), st.integers())),
     )
 )
-def test_yaml_of_any_configuration_is_read_back_equal(
-    tmp_path_factory: pytest.TempPathFactory, config: App
-) -> None:
+def test_yaml_of_any_configuration_is_read_back_equal(tmp_path_factory: pytest.TempPathFactory, config: App) -> None:
     path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
     path.write_text(to_yaml(config), encoding="utf-8")
     assert parse(App, [], default_config=path, prog="app", description="") == config

@@ -44,12 +44,8 @@ def test_every_epoch_is_another_permutation_of_all_rows() -> None:
 
 
 def test_the_order_depends_on_the_seed_only() -> None:
-    assert names(take(PromptStream(ROWS, encode, seed=3), 30)) == names(
-        take(PromptStream(ROWS, encode, seed=3), 30)
-    )
-    assert names(take(PromptStream(ROWS, encode, seed=3), 30)) != names(
-        take(PromptStream(ROWS, encode, seed=4), 30)
-    )
+    assert names(take(PromptStream(ROWS, encode, seed=3), 30)) == names(take(PromptStream(ROWS, encode, seed=3), 30))
+    assert names(take(PromptStream(ROWS, encode, seed=3), 30)) != names(take(PromptStream(ROWS, encode, seed=4), 30))
 
 
 def test_without_shuffling_rows_come_in_their_order() -> None:

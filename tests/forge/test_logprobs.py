@@ -305,9 +305,7 @@ def engine_rule() -> Callable[..., Tensor]:
     path = Path(spec.submodule_search_locations[0]) / "v1/sample/ops/topk_topp_sampler.py"
     names = ("apply_top_k_top_p_pytorch", "apply_top_k_only")
     body: list[ast.stmt] = [
-        node
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.FunctionDef) and node.name in names
+        node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef) and node.name in names
     ]
     assert len(body) == len(names), f"{path} has moved its functions; forge/logprobs.py states their rule"
     scope: dict[str, Any] = {"torch": torch}

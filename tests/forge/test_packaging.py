@@ -15,9 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
-LOCK = [
-    line for line in (ROOT / "requirements" / "cpu.lock").read_text().splitlines() if not line.startswith("#")
-]
+LOCK = [line for line in (ROOT / "requirements" / "cpu.lock").read_text().splitlines() if not line.startswith("#")]
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +43,7 @@ def test_every_direct_dependency_is_pinned_exactly_and_the_lock_agrees(project: 
 
 def test_the_lock_can_be_installed_anywhere_and_downloads_nothing_unwanted(project: dict[str, Any]) -> None:
     for line in LOCK:
-        assert re.fullmatch(r'[a-z0-9][a-z0-9.-]*==[\w.!]+(\+cpu)?( ; platform_machine == "\w+")?', line), (
-            line
-        )
+        assert re.fullmatch(r'[a-z0-9][a-z0-9.-]*==[\w.!]+(\+cpu)?( ; platform_machine == "\w+")?', line), line
     assert [line for line in LOCK if "+" in line] == ["torch==2.13.0+cpu"]
     names = {line.split("==")[0] for line in LOCK}
     assert len(names) == len(LOCK)
@@ -75,9 +71,7 @@ def test_make_without_a_target_lists_every_target() -> None:
 
 
 def test_make_test_is_set_up_then_format_lint_types_tests() -> None:
-    commands = [
-        line.split(" -m ")[1] for line in make("--dry-run", "test").stdout.splitlines() if " -m " in line
-    ]
+    commands = [line.split(" -m ")[1] for line in make("--dry-run", "test").stdout.splitlines() if " -m " in line]
     assert commands == ["ruff format --check .", "ruff check .", "mypy", "pytest"]
 
 
@@ -93,9 +87,7 @@ def test_a_second_call_installs_nothing_and_a_new_pin_does(tmp_path: Path) -> No
         (copy / name).write_text((ROOT / name).read_text())
 
     def plan() -> list[str]:
-        done = subprocess.run(
-            ["make", "--dry-run", "setup"], cwd=copy, capture_output=True, text=True, check=True
-        )
+        done = subprocess.run(["make", "--dry-run", "setup"], cwd=copy, capture_output=True, text=True, check=True)
         return re.findall(r"requirements/install\.py (\S+)", done.stdout)
 
     (stamp,) = plan()

@@ -22,9 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def values(step: int, **changes: Any) -> dict[str, Any]:
-    return (
-        dict.fromkeys(METRIC_KEYS, 0) | {"step": step, "policy_version": step, "time_s": 2.0 * step} | changes
-    )
+    return dict.fromkeys(METRIC_KEYS, 0) | {"step": step, "policy_version": step, "time_s": 2.0 * step} | changes
 
 
 def plain(**options: Any) -> Console:
@@ -114,9 +112,7 @@ def test_the_table_counts_what_was_nan() -> None:
 
 
 def test_the_status_line_fits_80_columns_and_shows_what_is_missing_as_a_dash() -> None:
-    (row,) = [
-        make_row(values(1, **{"reward/mean": None, "staleness/bound": 2, "generator/tokens_per_s": 123456.7}))
-    ]
+    (row,) = [make_row(values(1, **{"reward/mean": None, "staleness/bound": 2, "generator/tokens_per_s": 123456.7}))]
     line = status_line(row, 3600.0 * 30)
     assert line == "reward -  staleness 0.0/0 bound 2  123,457 tok/s  idle 0%  ETA 1 day, 6:00:00"
     assert len(line) < 80
@@ -167,9 +163,7 @@ def test_a_run_log_writes_each_step_and_a_sample_of_its_episodes(tmp_path: Path)
 
 def test_what_is_switched_off_is_not_there(tmp_path: Path) -> None:
     console = plain()
-    cfg = RunConfig(
-        dir=str(tmp_path), progress=False, tensorboard=False, checkpoint=False, episodes_per_step=0
-    )
+    cfg = RunConfig(dir=str(tmp_path), progress=False, tensorboard=False, checkpoint=False, episodes_per_step=0)
     log = RunLog(cfg, "", 1, console=console)
     log.note("starting")
     log.step(values(1), [EpisodeRecord("p", "c", 1.0, [0])])

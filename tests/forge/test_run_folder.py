@@ -37,9 +37,7 @@ def run_on_small_disk(tmp_path: Path, size: str, script: str) -> list[str]:
     disk.mkdir()
     if unshare is None or subprocess.run([*enter, mount], capture_output=True).returncode:
         pytest.skip("no right to mount a tmpfs in a namespace of our own")
-    head = (
-        f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]; disk = {str(disk)!r}\n"
-    )
+    head = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]; disk = {str(disk)!r}\n"
     head += "import time\nfrom test_run_folder import *\n"
     code = head + textwrap.dedent(script)
     command = [*enter, f'{mount}; exec "$0" -c "$1"', sys.executable, code]
@@ -201,9 +199,7 @@ def test_a_device_that_refuses_every_byte_is_an_error_of_the_next_call(tmp_path:
     os.dup2(full, folder._metrics._fd)
     os.close(full)
     folder.write(row(1))
-    with pytest.raises(
-        RunFolderError, match=r"metrics\.jsonl: No space left on device \(ENOSPC\).*--run\.dir"
-    ):
+    with pytest.raises(RunFolderError, match=r"metrics\.jsonl: No space left on device \(ENOSPC\).*--run\.dir"):
         folder.close()
 
 

@@ -23,9 +23,7 @@ GROUPS_PER_STEP = 2
 def group(versions: list[int] | None = None, rewards: tuple[float, float] = (0.0, 1.0)) -> TensorDict:
     """Two episodes of 3000 tokens: too large to travel inside a message."""
     versions = versions or [0, 0]
-    td = make_group(
-        [7], [[1] * 3000] * 2, [[-0.5] * 3000] * 2, [[version] * 3000 for version in versions], group_id=0
-    )
+    td = make_group([7], [[1] * 3000] * 2, [[-0.5] * 3000] * 2, [[version] * 3000 for version in versions], group_id=0)
     td["rewards"] = torch.tensor(rewards)
     return td
 
@@ -122,9 +120,7 @@ async def close_ends_every_wait(replay: Replay | ReplayClient) -> None:
 @pytest.mark.parametrize("where", ["local", "debug", "process"])
 def test_the_replay_works_the_same_in_the_caller_and_behind_monarch(where: str) -> None:
     async def main() -> None:
-        cfg = ReplayConfig(
-            max_staleness=0, reserve_timeout_s=30, sample_timeout_s=0.5, max_degenerate_in_a_row=2
-        )
+        cfg = ReplayConfig(max_staleness=0, reserve_timeout_s=30, sample_timeout_s=0.5, max_degenerate_in_a_row=2)
         async with asyncio.timeout(120), replay_in(where, cfg) as replay:
             await everything(replay)
 

@@ -15,9 +15,7 @@ from replay.staleness import Admission, Ticket
 
 def group(*versions: list[int], rewards: list[float] | None = None) -> Record:
     """A group with one episode for each list of token versions."""
-    td = make_group(
-        [7], [[1] * len(v) for v in versions], [[0.0] * len(v) for v in versions], versions, group_id=0
-    )
+    td = make_group([7], [[1] * len(v) for v in versions], [[0.0] * len(v) for v in versions], versions, group_id=0)
     td["rewards"] = torch.tensor(rewards or [float(i) for i in range(len(versions))])
     return summarize(td)
 
@@ -138,9 +136,7 @@ def test_too_many_degenerate_groups_in_a_row_end_the_run_naming_the_reward() -> 
     buffer.release(1)
     add(0.5, 0.5)
     add(0.5, 0.5)
-    with pytest.raises(
-        RewardError, match=r"3 groups in a row .* apps.x:my_reward gave every episode .* 0\.5"
-    ):
+    with pytest.raises(RewardError, match=r"3 groups in a row .* apps.x:my_reward gave every episode .* 0\.5"):
         add(0.5, 0.5)
 
 

@@ -89,9 +89,7 @@ class Run:
 
 
 @pytest.mark.parametrize("max_staleness, groups_per_step", GRID)
-def test_runs_of_any_length_end_and_never_train_above_the_bound(
-    max_staleness: int, groups_per_step: int
-) -> None:
+def test_runs_of_any_length_end_and_never_train_above_the_bound(max_staleness: int, groups_per_step: int) -> None:
     async def main() -> None:
         stalest = 0
         for steps in (1, 2, max_staleness + 1, max_staleness + 2, 12):

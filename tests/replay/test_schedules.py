@@ -52,11 +52,7 @@ class World:
     @property
     def oracle(self) -> int:
         """Free slots by the counter of other systems."""
-        return (
-            (self.max_staleness + self.released + 1) * self.groups_per_step
-            - self.accepted
-            - len(self.running)
-        )
+        return (self.max_staleness + self.released + 1) * self.groups_per_step - self.accepted - len(self.running)
 
     def reserve(self) -> bool:
         ticket = self.buffer.reserve()
@@ -187,9 +183,7 @@ def test_in_every_reachable_state_a_batch_comes_and_none_is_above_the_bound(
                 continue
             seen[world.key()] = (*path, action)
             todo.append(seen[world.key()])
-            stalest = max(
-                stalest, world.version - min([t.version for t in world.running], default=world.version)
-            )
+            stalest = max(stalest, world.version - min([t.version for t in world.running], default=world.version))
     for path in seen.values():
         for fail in (False, True):
             replayed(max_staleness, groups_per_step, path).drain(fail=fail)

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-WIDTH = 120
+WIDTH = 126
 
 
 @dataclass(frozen=True)
