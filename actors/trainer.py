@@ -21,16 +21,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from monarch.actor import Actor, context, endpoint
+from safetensors import SafetensorError
 from tensordict import TensorDict
 
 from actors.model import Policy, freeze_except, load_hf, shard
 from actors.packing import MicroBatch, empty_micro_batch, micro_batches
 from forge import channel
-from forge.errors import ConfigError
+from forge.errors import ConfigError, RunFolderError
 from forge.launch import NODE_IP_ENV
 from forge.losses import LossConfig, LossInput, Metrics, add_metrics, compute_loss, denominator, metric_means
 from forge.memory import peak_rss_bytes
 from forge.mesh import within
+from forge.run_folder import folder_error
 from weightsync.publisher import Endpoint, Publisher
 
 

@@ -166,7 +166,9 @@ def test_the_ratio_is_one_when_the_policy_itself_was_the_sampler(nano: str, samp
 
 
 def test_old_behavior_engages_the_clip(nano: str) -> None:
-    assert trainer(nano).step(ragged_batch()).metrics["ratio/clip_fraction"] == pytest.approx(0.9, abs=0.15)
+    clip_fraction = trainer(nano).step(ragged_batch()).metrics["ratio/clip_fraction"]
+    assert clip_fraction is not None
+    assert 0.1 < clip_fraction < 0.9
 
 
 def test_a_snapshot_is_the_weights_bit_for_bit_also_in_bfloat16(nano: str) -> None:

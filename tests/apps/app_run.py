@@ -76,9 +76,9 @@ class AppRun:
         try:
             code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            left = [" ".join(p.cmdline()) for p in self.processes()]
+            running = [" ".join(p.cmdline()) for p in self.processes()]
             self.end()
-            raise AssertionError(f"still running after {timeout_s} s: {left}\n{self.output}") from None
+            raise AssertionError(f"still running after {timeout_s} s: {running}\n{self.output}") from None
         deadline = time.monotonic() + 5
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)

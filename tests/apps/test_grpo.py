@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,8 +29,8 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 def launch(tmp_path: Path) -> Iterator[Launch]:
     runs: list[AppRun] = []
 
-    def start(*options: str, **settings: object) -> AppRun:
-        runs.append(AppRun(tmp_path / f"run{len(runs)}", *options, **settings))  # type: ignore[arg-type]
+    def start(*options: str, **settings: Any) -> AppRun:
+        runs.append(AppRun(tmp_path / f"run{len(runs)}", *options, **settings))
         return runs[-1]
 
     yield start
