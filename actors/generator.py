@@ -23,6 +23,10 @@ from forge.mesh import within
 from weightsync.publisher import Endpoint
 from weightsync.sync import ApplyResult
 
+_ABORT_AGAIN_S = 0.01
+_ANSWER_S = 60.0
+"""How long an actor may take to answer what costs it nothing, seconds."""
+
 
 @dataclass
 class GeneratorConfig:
@@ -140,33 +144,42 @@ class Generator:
         name = request_id or f"call{next(self._calls)}"
         ids = self._request_ids[name] = [f"{name}/{i}" for i in range(len(prompts))]
         self._enter()
+        requests: list[asyncio.Future[Completion]] = []
         try:
             requests = [
-                self._engine.generate(
-                    prompt,
-                    self._config.sampling,
-                    max_tokens=limit,
-                    seed=seed,
-                    stop_ids=self._stop_ids,
-                    request_id=id,
-                )
+                asyncio.ensure_future(self._request(prompt, limit, seed, id))
                 for prompt, seed, id in zip(prompts, seeds, ids, strict=True)
             ]
-            # Leaving the wait early, by deadline or by cancellation, cancels and so aborts what still runs.
             completions = await within(
                 self._config.request_timeout_s,
                 f"{len(prompts)} completions of {name}",
                 asyncio.gather(*requests),
             )
         finally:
+            # Left early, by an error, a deadline or a cancellation: what still runs is aborted.
+            for request in requests:
+                request.cancel()
             del self._request_ids[name]
             self._leave()
         self._num_tokens += sum(len(c.token_ids) for c in completions)
         return completions
 
+    async def _request(self, prompt: Sequence[int], limit: int, seed: int, request_id: str) -> Completion:
+        return await self._engine.generate(
+            prompt,
+            self._config.sampling,
+            max_tokens=limit,
+            seed=seed,
+            stop_ids=self._stop_ids,
+            request_id=request_id,
+        )
+
     async def abort(self, request_id: str) -> None:
         """Ends the call `request_id` early; it returns what was sampled, `finish_reason` "abort"."""
-        await self._engine.abort(self._request_ids.get(request_id, []))
+        # Again until the call is over: the engine ignores ids of requests that are still on their way to it.
+        while ids := self._request_ids.get(request_id):
+            await self._engine.abort(ids)
+            await asyncio.sleep(_ABORT_AGAIN_S)
 
     async def connect(self, endpoint: Endpoint) -> None:
         await self._engine.connect(endpoint)
@@ -241,13 +254,15 @@ class GeneratorActor(Actor):
 class Replica:
     """One generator as the controller sees it; a sink of weight sync."""
 
-    def __init__(self, mesh: Any, name: str) -> None:
+    def __init__(self, mesh: Any, name: str, config: GeneratorConfig) -> None:
         self.name = name
         self.mesh = mesh
+        self.config = config
         self.running = 0
 
     async def setup(self, warm_up: Sequence[int] = ()) -> None:
-        await self.mesh.setup.call_one(warm_up)
+        deadline_s = 2 * self.config.start_timeout_s + _ANSWER_S
+        await within(deadline_s, f"{self.name} to start its engine", self.mesh.setup.call_one(warm_up))
 
     async def connect(self, endpoint: Endpoint) -> None:
         await self.mesh.connect.call_one(endpoint)
@@ -267,13 +282,18 @@ class Generators:
     ) -> list[Completion]:
         replica = min(self.replicas, key=lambda r: r.running)
         replica.running += len(prompts)
+        call = replica.mesh.generate.call_one(prompts, seeds, max_new_tokens)
         try:
-            return await replica.mesh.generate.call_one(prompts, seeds, max_new_tokens)
+            return await within(
+                replica.config.request_timeout_s + _ANSWER_S, f"{len(prompts)} completions of {replica.name}", call
+            )
         finally:
             replica.running -= len(prompts)
 
     async def stats(self) -> list[GeneratorStats]:
-        return list(await asyncio.gather(*(r.mesh.stats.call_one() for r in self.replicas)))
+        calls = asyncio.gather(*(r.mesh.stats.call_one() for r in self.replicas))
+        return list(await within(_ANSWER_S, "the generators' figures", calls))
 
     async def shutdown(self) -> None:
-        await asyncio.gather(*(r.mesh.shutdown.call_one() for r in self.replicas))
+        calls = asyncio.gather(*(r.mesh.shutdown.call_one() for r in self.replicas))
+        await within(_ANSWER_S, "the engines to end", calls)

@@ -38,12 +38,13 @@ class Policy(nn.Module):
         `tokens`, `position_ids`, `mask` are `[R, L]`: a row is one right-padded episode, or several packed ones
         whose `position_ids` restart. No attention mask: padding lies to the right of what is causal.
         """
-        # With a cache, transformers would let packed sequences attend to each other in silence.
-        hidden = self.hf.base_model(input_ids=tokens, position_ids=position_ids, use_cache=False)[0]
+        # The last column predicts nothing that is trained. With a cache, transformers would let packed sequences
+        # attend to each other in silence.
+        hidden = self.hf.base_model(input_ids=tokens[:, :-1], position_ids=position_ids[:, :-1], use_cache=False)[0]
         rows, columns = mask.nonzero(as_tuple=True)
         head = self.hf.get_output_embeddings()
         return token_logprobs(
-            hidden[rows, columns - 1].contiguous(),
+            hidden[rows, columns - 1],
             head.weight,
             tokens[rows, columns],
             bias=getattr(head, "bias", None),
@@ -67,16 +68,44 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
 
 
 def load_hf(model: str | Path, dtype: torch.dtype, device: str = "cpu") -> Any:
-    """Loads a causal LM from a folder or the hub. Raises ConfigError naming the model when that fails."""
-    from transformers import AutoModelForCausalLM
+    """Loads a causal LM from a folder or the hub. Raises ConfigError naming the model when that fails.
+
+    Dropout is off: the generator samples without it, and log-probs must be those of the same distribution.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     try:
-        hf: Any = AutoModelForCausalLM.from_pretrained(str(model), dtype=dtype)
+        config = AutoConfig.from_pretrained(str(model))
+        for key, value in vars(config).items():
+            if isinstance(value, float) and ("dropout" in key or "pdrop" in key):
+                setattr(config, key, 0.0)
+        hf: Any = AutoModelForCausalLM.from_pretrained(str(model), config=config, dtype=dtype)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model {model} is no causal language model that transformers can load: {error}") from error
     return hf.to(device)
+
+
+@torch.no_grad()
+def check_head(hf: Any) -> None:
+    """Raises ConfigError when the model's logits are more than its head on its hidden states (and a soft cap).
+
+    Some architectures scale their logits; log-probs that leave it out would be wrong without any other sign.
+    """
+    tokens = torch.arange(1, 9, device=hf.device)[None] % hf.config.vocab_size
+    hf.eval()
+    head = hf.get_output_embeddings()
+    hidden = hf.base_model(input_ids=tokens, use_cache=False)[0]
+    ours = nn.functional.linear(hidden, head.weight, getattr(head, "bias", None)).float()
+    if cap := getattr(hf.config, "final_logit_softcapping", None):
+        ours = cap * torch.tanh(ours / cap)
+    gap = float((ours - hf(input_ids=tokens, use_cache=False).logits.float()).abs().max())
+    if not gap < 0.1:
+        raise ConfigError(
+            f"{type(hf).__name__} computes its logits in a way that the trainer does not (they differ by {gap:.3g}); "
+            "its log-probs would be wrong, use a model of another architecture"
+        )
 
 
 def freeze_except(hf: nn.Module, patterns: Sequence[str]) -> None:

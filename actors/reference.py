@@ -12,10 +12,11 @@ import torch
 from monarch.actor import Actor, concurrent_endpoint, endpoint
 from tensordict import TensorDict
 
-from actors.model import Policy, load_hf
+from actors.model import Policy, check_head, load_hf
 from actors.packing import micro_batches
-from actors.trainer import ModelSpec
+from actors.trainer import ModelSpec, TrainerConfig
 from forge import channel
+from forge.mesh import within
 
 
 class Reference:
@@ -24,7 +25,8 @@ class Reference:
     def __init__(self, spec: ModelSpec, *, microbatch_tokens: int) -> None:
         self._spec = spec
         self._microbatch_tokens = microbatch_tokens
-        hf = load_hf(spec.path, getattr(torch, spec.dtype), spec.device).eval().requires_grad_(False)
+        hf = load_hf(spec.path, getattr(torch, spec.dtype), spec.device).requires_grad_(False)
+        check_head(hf)
         self._policy = Policy(hf, temperature=spec.temperature, top_p=spec.top_p, top_k=spec.top_k)
 
     @torch.no_grad()
@@ -59,11 +61,16 @@ class ReferenceActor(Actor):
 class ReferenceClient:
     """The reference as the controller sees it."""
 
-    def __init__(self, mesh: Any) -> None:
+    def __init__(self, mesh: Any, config: TrainerConfig) -> None:
         self._mesh = mesh
+        self._config = config
 
     async def setup(self) -> None:
-        await self._mesh.setup.call_one()
+        await within(self._config.start_timeout_s, "the reference to load the model", self._mesh.setup.call_one())
 
     async def logprobs(self, group: TensorDict) -> torch.Tensor:
-        return await self._mesh.logprobs.call_one(channel.put(group))
+        """`[G, T]` float32, 0 where `loss_mask` is False."""
+        handle = await asyncio.to_thread(channel.put, group)
+        call = self._mesh.logprobs.call_one(handle)
+        values: torch.Tensor = await within(self._config.step_timeout_s, "the reference's log-probs", call)
+        return values

@@ -24,6 +24,7 @@ from monarch.actor import Actor, ActorError, concurrent_endpoint, endpoint
 from actors.reward_process import RewardProcess
 from actors.reward_worker import Sample, evaluate
 from forge.errors import ConfigError, ForgeError
+from forge.mesh import within
 
 __all__ = [
     "RewardActor",
@@ -232,20 +233,25 @@ class RewardActor(Actor):
 class RewardClient:
     """`RewardScorer`'s calls over a mesh of one RewardActor; a RewardError arrives as itself."""
 
-    def __init__(self, mesh: Any) -> None:
+    def __init__(self, mesh: Any, *, answer_s: float = 1200.0) -> None:
+        """`answer_s`: seconds after which an actor that says nothing is given up, busy workers included."""
         self._mesh = mesh
+        self._answer_s = answer_s
 
     async def setup(self) -> None:
         """See `RewardScorer.setup`."""
-        await _own_errors(self._mesh.setup.call_one())
+        await self._call("start its workers", self._mesh.setup.call_one())
 
     async def score(self, samples: list[Sample]) -> Scores:
         """See `RewardScorer.score`."""
-        return await _own_errors(self._mesh.score.call_one(samples))
+        return await self._call(f"score {len(samples)} samples", self._mesh.score.call_one(samples))
 
     async def shutdown(self) -> None:
         """See `RewardScorer.close`."""
-        await _own_errors(self._mesh.shutdown.call_one())
+        await self._call("end its workers", self._mesh.shutdown.call_one())
+
+    async def _call(self, what: str, call: Awaitable[T]) -> T:
+        return await _own_errors(within(self._answer_s, f"the reward actor to {what}", call))
 
 
 async def _own_errors(call: Awaitable[T]) -> T:

@@ -13,10 +13,11 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from monarch.actor import Actor, context, endpoint
 from safetensors import SafetensorError
 from tensordict import TensorDict
 
-from actors.model import Policy, freeze_except, load_hf, shard
+from actors.model import Policy, check_head, freeze_except, load_hf, shard
 from actors.packing import MicroBatch, empty_micro_batch, micro_batches
 from forge import channel
 from forge.errors import ConfigError, RunFolderError
@@ -34,6 +35,8 @@ from forge.memory import peak_rss_bytes
 from forge.mesh import within
 from forge.run_folder import folder_error
 from weightsync.publisher import Endpoint, Publisher
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -121,6 +124,7 @@ class Trainer:
         self.rank, self.world = rank, world
         compute = getattr(torch, spec.dtype)
         hf = load_hf(spec.path, torch.float32, spec.device)
+        check_head(hf)
         hf.train()
         freeze_except(hf, config.trainable)
         if config.gradient_checkpointing:
@@ -143,6 +147,7 @@ class Trainer:
             betas=(config.betas[0], config.betas[1]),
             eps=config.eps,
             weight_decay=config.weight_decay,
+            fused=True,
         )
         self._publisher: Publisher | None = None
         self.policy_version = 0
@@ -240,16 +245,16 @@ class Trainer:
         assert self._publisher is not None, "connect comes before snapshot"
         return self._publisher.snapshot(buffer)
 
-    def save(self, folder: str, tokenizer_from: str) -> None:
+    def save(self, folder: str, source: str) -> None:
         """Writes a Hugging Face checkpoint (safetensors, config, tokenizer) that appears whole or not at all.
 
-        Raises RunFolderError when the disk is full or cannot be written.
+        Config and tokenizer are those of the model `source`. Raises RunFolderError when it cannot be written.
         """
         state = self._full_state_dict()
         if self.rank == 0:
             target, dtype = Path(folder), getattr(torch, self._spec.dtype)
             try:
-                _write_checkpoint(self.policy.hf, state, target, tokenizer_from, dtype)
+                _write_checkpoint(self.policy.hf, state, target, source, dtype)
             except OSError as error:
                 raise folder_error(target, error) from error
             except SafetensorError as error:  # carries the system's words, not its error number
@@ -269,8 +274,8 @@ class Trainer:
             self._publisher.close()
 
 
-def _write_checkpoint(hf: Any, state: dict[str, Any], folder: Path, tokenizer_from: str, dtype: torch.dtype) -> None:
-    from transformers import AutoTokenizer
+def _write_checkpoint(hf: Any, state: dict[str, Any], folder: Path, source: str, dtype: torch.dtype) -> None:
+    from transformers import AutoConfig, AutoTokenizer
 
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -279,9 +284,10 @@ def _write_checkpoint(hf: Any, state: dict[str, Any], folder: Path, tokenizer_fr
         raise OSError(errno.ENOSPC, f"the model needs {needed} bytes")
     tied = hf.config.tie_word_embeddings
     weights = {k: v.to(dtype) for k, v in state.items() if not (tied and k == "lm_head.weight")}
+    hf.config = AutoConfig.from_pretrained(source)  # with the dropout that training leaves out
     hf.config.dtype = dtype
     hf.save_pretrained(partial, state_dict=weights, safe_serialization=True)
-    AutoTokenizer.from_pretrained(tokenizer_from).save_pretrained(partial)
+    AutoTokenizer.from_pretrained(source).save_pretrained(partial)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
 
@@ -289,7 +295,12 @@ def _write_checkpoint(hf: Any, state: dict[str, Any], folder: Path, tokenizer_fr
 def _solo_process_group(device: str) -> None:
     """A process group of this process alone: FSDP2 wants one even when it shards over one rank."""
     store = dist.HashStore()
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
+    dist.init_process_group(_backend(device), store=store, rank=0, world_size=1)
+
+
+def _backend(device: str) -> str:
+    """Counts and denominators live on the CPU whatever the model lives on."""
+    return "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
 
 
 class TrainerActor(Actor):
@@ -301,6 +312,11 @@ class TrainerActor(Actor):
         # Not `current_rank()`, which is relative to the slice that a message went to.
         self._rank = context().actor_instance.rank.rank
         self._trainer: Trainer | None = None
+        # One thread for good: memory that a step frees is found again by the next one.
+        self._thread = ThreadPoolExecutor(1, "trainer")
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     @property
     def _ready(self) -> Trainer:
@@ -317,13 +333,12 @@ class TrainerActor(Actor):
 
     @endpoint
     async def setup(self, address: str) -> None:
-        self._trainer = await asyncio.to_thread(self._build, address)
+        self._trainer = await self._run(lambda: self._build(address))
 
     def _build(self, address: str) -> Trainer:
         spec = self._arguments[2]
         if self._world > 1:
-            backend = "nccl" if spec.device == "cuda" else "gloo"
-            dist.init_process_group(backend, init_method=address, rank=self._rank, world_size=self._world)
+            dist.init_process_group(_backend(spec.device), init_method=address, rank=self._rank, world_size=self._world)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         return Trainer(*self._arguments, rank=self._rank, world=self._world, seed=self._seed)
 
@@ -331,19 +346,19 @@ class TrainerActor(Actor):
     async def step(self, shards: Sequence[Any]) -> StepResult:
         """`shards[rank]` is the handle of this rank's share of the batch."""
         trainer = self._ready
-        return await asyncio.to_thread(lambda: trainer.step(channel.open(shards[trainer.rank])))
+        return await self._run(lambda: trainer.step(channel.open(shards[trainer.rank])))
 
     @endpoint
     async def connect(self, dtype: str) -> Endpoint:
-        return await asyncio.to_thread(self._ready.connect, dtype)
+        return await self._run(lambda: self._ready.connect(dtype))
 
     @endpoint
     async def snapshot(self, buffer: int) -> float:
-        return await asyncio.to_thread(self._ready.snapshot, buffer)
+        return await self._run(lambda: self._ready.snapshot(buffer))
 
     @endpoint
-    async def save(self, folder: str, tokenizer_from: str) -> None:
-        await asyncio.to_thread(self._ready.save, folder, tokenizer_from)
+    async def save(self, folder: str, source: str) -> None:
+        await self._run(lambda: self._ready.save(folder, source))
 
     async def __cleanup__(self, exc: Exception | None) -> None:
         if self._trainer is not None:
@@ -363,7 +378,10 @@ class TrainerMesh:
         """Loads the model on every rank; the ranks of one mesh form one process group."""
         address = ""
         if self.world > 1:
-            (_, address), *_ = await self._mesh.rendezvous.call()
+            meeting = within(
+                self._config.start_timeout_s, "the trainer's ranks to answer", self._mesh.rendezvous.call()
+            )
+            (_, address), *_ = await meeting
         call = self._mesh.setup.call(address)
         await within(self._config.start_timeout_s, "the trainer to load the model", call)
 
@@ -380,6 +398,6 @@ class TrainerMesh:
     async def snapshot(self, buffer: int) -> float:
         return max(seconds for _, seconds in await self._mesh.snapshot.call(buffer))
 
-    async def save(self, folder: str, tokenizer_from: str) -> None:
-        call = self._mesh.save.call(folder, tokenizer_from)
+    async def save(self, folder: str, source: str) -> None:
+        call = self._mesh.save.call(folder, source)
         await within(self._config.step_timeout_s, f"the checkpoint {folder} to be written", call)

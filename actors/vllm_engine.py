@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -64,6 +65,8 @@ class VllmEngine:
         self._ids = itertools.count()
         self._engine: Any = None
         self._version = 0
+        # Who has no place in the engine waits here: a request takes the version that serves when it enters.
+        self._places = asyncio.Semaphore(config.max_num_seqs)
 
     @property
     def version(self) -> int:
@@ -139,11 +142,12 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        # Salted by version: no block of an older version's prefix cache serves a newer one.
-        request = {"prompt_token_ids": list(prompt), "cache_salt": f"v{self._version}"}
         final = None
-        async for output in self._engine.generate(request, parameters, request_id or f"r{next(self._ids)}"):
-            final = output
+        async with self._places:
+            # Salted by version: no block of an older version's prefix cache serves a newer one.
+            request = {"prompt_token_ids": list(prompt), "cache_salt": f"v{self._version}"}
+            async for output in self._engine.generate(request, parameters, request_id or f"r{next(self._ids)}"):
+                final = output
         assert final is not None, "the engine ended a request without an output"
         return _completion(final.outputs[0])
 
@@ -178,13 +182,24 @@ class VllmEngine:
 
     async def flip(self, version: int) -> float:
         """Makes the staged `version` live between two decode steps; returns the seconds nothing decoded."""
-        # Both messages leave in one go: the engine handles them back to back, before its next step.
-        pauses, _ = await asyncio.gather(
-            self._engine.collective_rpc("forge_flip", args=(version,)),
-            self._engine.update_weight_version(str(version)),
-        )
-        self._version = version
-        return max(pauses)
+        old, begin = self._version, time.perf_counter()
+        pauses = self._config.tensor_parallel > 1
+        try:
+            # Requests built from here on reach the engine after the flip: they may share the new prefix cache.
+            self._version = version
+            if pauses:
+                await self._engine.pause_generation(mode="keep", clear_cache=False)
+            results = await self._engine.collective_rpc("forge_flip", args=(version,))
+            if not all(result["labelled"] for result in results):
+                assert pauses, "the engine was not among the flip's callers; tokens would carry the old version"
+                await self._engine.update_weight_version(str(version))
+        except BaseException:
+            self._version = old
+            raise
+        finally:
+            if pauses:
+                await self._engine.resume_generation()
+        return time.perf_counter() - begin if pauses else max(result["pause_s"] for result in results)
 
     def shutdown(self) -> None:
         if self._engine is not None:

@@ -15,6 +15,7 @@ from tensordict import TensorDict
 
 import forge.channel
 from forge.errors import ForgeError
+from forge.mesh import within
 from replay.service import Channel, Replay, ReplayConfig, SampledBatch
 from replay.staleness import Ticket
 
@@ -87,14 +88,16 @@ class ReplayClient:
     written against `Replay` works against either.
     """
 
-    def __init__(self, mesh: Any, channel: Channel = forge.channel) -> None:
+    def __init__(self, mesh: Any, channel: Channel = forge.channel, *, answer_s: float = 1500.0) -> None:
+        """`answer_s`: seconds after which an actor that says nothing, not even of its own deadlines, is given up."""
         self._mesh = mesh
         self._channel = channel
+        self._answer_s = answer_s
         self._returning: set[asyncio.Task[None]] = set()
 
     async def reserve(self) -> Ticket | None:
         """See `Replay.reserve`. A caller that is cancelled while it waits leaves no slot taken."""
-        call = asyncio.ensure_future(_own_errors(self._mesh.reserve.call_one()))
+        call = asyncio.ensure_future(self._call("reserve", self._mesh.reserve.call_one()))
         try:
             return await asyncio.shield(call)
         except asyncio.CancelledError:
@@ -108,27 +111,30 @@ class ReplayClient:
         """See `Replay.add`."""
         # In a thread: `put` copies, and waits for memory while the replay has not taken earlier groups.
         handle = await asyncio.to_thread(self._channel.put, group)
-        await _own_errors(self._mesh.add.call_one(ticket, handle))
+        await self._call("add", self._mesh.add.call_one(ticket, handle))
 
     async def fail(self, ticket: Ticket) -> None:
         """See `Replay.fail`."""
-        await _own_errors(self._mesh.fail.call_one(ticket))
+        await self._call("fail", self._mesh.fail.call_one(ticket))
 
     async def sample(self, policy_version: int, num_shards: int = 1) -> SampledBatch | None:
         """See `Replay.sample`."""
-        return await _own_errors(self._mesh.sample.call_one(policy_version, num_shards))
+        return await self._call("sample", self._mesh.sample.call_one(policy_version, num_shards))
 
     async def release(self, version: int) -> None:
         """See `Replay.release`."""
-        await _own_errors(self._mesh.release.call_one(version))
+        await self._call("release", self._mesh.release.call_one(version))
 
     async def close(self) -> None:
         """See `Replay.close`."""
-        await _own_errors(self._mesh.close_replay.call_one())
+        await self._call("close_replay", self._mesh.close_replay.call_one())
 
     async def stats(self) -> dict[str, float]:
         """See `Replay.stats`."""
-        return await _own_errors(self._mesh.stats.call_one())
+        return await self._call("stats", self._mesh.stats.call_one())
+
+    async def _call(self, name: str, call: Awaitable[T]) -> T:
+        return await _own_errors(within(self._answer_s, f"the replay to answer {name}", call))
 
     async def _return_slot(self, call: asyncio.Future[Ticket | None]) -> None:
         try:

@@ -11,10 +11,12 @@ Touches vLLM internals, on purpose and here alone: `tests/weightsync/test_vllm_c
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -73,12 +75,25 @@ class WeightReceiver:
         """`state` is "staging", "ready" or "failed" (with `error`)."""
         return dict(self._forge_stage)
 
-    def forge_flip(self, version: int) -> float:
-        """Makes the staged `version` live; returns the seconds it took. Runs between two forward passes."""
+    def forge_flip(self, version: int) -> dict[str, Any]:
+        """Makes the staged `version` live between two forward passes.
+
+        `pause_s` is what it took; `labelled` says that the engine labels tokens with `version` from now on. Where
+        this worker is a process of its own (tensor parallelism) it cannot reach the label: the caller has to.
+        """
         begin = time.perf_counter()
         stage = self._forge_stage
         if stage["state"] != "ready" or stage["version"] != version:
             raise RuntimeError(f"version {version} is not staged: {stage}")
+        if next(self._forge_shadow.parameters()).is_cuda:
+            self._forge_copy_in_place()
+        else:
+            self._forge_exchange()
+        self._forge_stage = {"state": "idle", "version": version, "error": "", "stage_s": 0.0}
+        return {"pause_s": time.perf_counter() - begin, "labelled": _label_tokens(str(version))}
+
+    def _forge_exchange(self) -> None:
+        """Swaps the two models' parameters by reference; what was live is the next shadow."""
         pairs = zip(self.model_runner.model.named_modules(), self._forge_shadow.named_modules(), strict=True)
         for (name, live), (shadow_name, shadow) in pairs:
             assert (name, type(live)) == (shadow_name, type(shadow)), (name, shadow_name)
@@ -87,12 +102,15 @@ class WeightReceiver:
                 if attribute in live.__dict__:
                     ours, theirs = live.__dict__[attribute], shadow.__dict__[attribute]
                     live.__dict__[attribute], shadow.__dict__[attribute] = theirs, ours
-        self._forge_stage = {"state": "idle", "version": version, "error": "", "stage_s": 0.0}
-        pause_s = time.perf_counter() - begin
-        # The version label travels in the next message. Giving up the GIL lets the engine's input thread
-        # queue it before this call returns, so that no decode step runs between the flip and its label.
-        time.sleep(0.002)
-        return pause_s
+
+    def _forge_copy_in_place(self) -> None:
+        """On GPUs captured graphs hold the addresses of the live parameters: copy on the device, keep the places."""
+        live, shadow = self.model_runner.model.named_parameters(), self._forge_shadow.named_parameters()
+        with torch.no_grad():
+            for (name, ours), (shadow_name, theirs) in zip(live, shadow, strict=True):
+                assert name == shadow_name, (name, shadow_name)
+                ours.copy_(theirs)
+        torch.cuda.synchronize()
 
     def _forge_build_shadow(self) -> tuple[torch.nn.Module, Any]:
         import vllm.model_executor.layers.rotary_embedding as rotary
@@ -119,6 +137,8 @@ class WeightReceiver:
         begin = time.perf_counter()
         try:
             self._forge_load_shadow(self._forge_segments[buffer].buffer)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # copies to the device may still be under way
             state = {"state": "ready", "version": version, "error": ""}
         except BaseException:
             state = {"state": "failed", "version": version, "error": traceback.format_exc()}
@@ -150,3 +170,19 @@ class WeightReceiver:
     def _forge_weights(self, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         for entry in self._forge_layout.entries:
             yield entry.name, view(buffer, entry)
+
+
+def _label_tokens(version: str) -> bool:
+    """Sets the engine's version label from inside its own call; False where no engine is among the callers.
+
+    With one worker vLLM calls it in the engine's process and thread: flip and label are one step then. As two
+    messages a decode step could slip in between them, and its tokens would carry the wrong version.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if caller is not None and hasattr(caller, "set_weight_version"):
+            caller.set_weight_version(version)
+            return True
+        frame = frame.f_back
+    return False

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from forge.errors import DeadlineExceeded, WeightSyncError
+from forge.mesh import within
 from weightsync.publisher import NUM_BUFFERS, Endpoint
 
 
@@ -106,18 +107,17 @@ class WeightSync:
         return time.perf_counter() - begin
 
     async def run(self, on_applied: Callable[[Applied], Awaitable[None]]) -> None:
-        """The weight loop. Waits for a newer snapshot; returns after `close`, once the newest is applied."""
+        """The weight loop. Waits for a newer snapshot; returns after `close`."""
         while True:
             await self._newer.wait()
+            if self._closed:
+                return
             if self._pending is None:
-                if self._closed:
-                    return
                 self._newer.clear()
                 continue
             version, buffer = self._pending
             self._pending, self._reading = None, buffer
-            if not self._closed:
-                self._newer.clear()
+            self._newer.clear()
             try:
                 results = await asyncio.gather(*(self._apply(sink, version, buffer) for sink in self._sinks))
             finally:
@@ -139,13 +139,9 @@ class WeightSync:
             raise WeightSyncError(f"{error}; it goes on serving version {self.applied_version}") from error
 
     async def _within(self, awaitable: Awaitable[Any], what: str) -> Any:
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                return await awaitable
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"waited {self._deadline_s:g} s for {what}") from error
+        return await within(self._deadline_s, what, awaitable)
 
     def close(self) -> None:
-        """Lets `run` return once the newest published version is applied."""
+        """Lets `run` return after the apply that is under way; a version that still waits is applied nowhere."""
         self._closed = True
         self._newer.set()

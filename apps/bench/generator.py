@@ -160,7 +160,7 @@ async def _start_actor(
 ) -> Replica:
     print("starting the generator actor and bare vLLM", file=sys.stderr, flush=True)
     mesh = await cluster.spawn("generator", GeneratorActor, generator, model, dtype, seed=0, stop_ids=[], env=QUIET)
-    replica = Replica(mesh, "generator_0")
+    replica = Replica(mesh, "generator_0", generator)
     await replica.setup(warm_up)
     return replica
 

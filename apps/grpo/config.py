@@ -102,6 +102,11 @@ def plan_run(cfg: AppConfig, torchrun_slots: int | None, num_hosts: int = 1) -> 
     cfg.validate()
     roles = ["trainer", "generator", *(["reference"] if cfg.loss.kl_weight else [])]
     placement = place(cfg.mesh, torchrun_slots=torchrun_slots, num_hosts=num_hosts, roles=roles)
+    if placement.device == "cpu" and not cfg.generator.enforce_eager:
+        raise ConfigError(
+            "generator.enforce_eager is false on a CPU, where compiled code may keep the old weights after an update; "
+            "use true"
+        )
     world = placement.roles["trainer"].procs
     if cfg.grpo.batch_size < world:
         raise ConfigError(

@@ -42,17 +42,21 @@ async def rollout_loop(run: Run) -> None:
     """Waits for a free slot; unblocked when the generators hold newer weights."""
     actors, grpo = run.actors, run.cfg.grpo
     while (ticket := await actors.replay.reserve()) is not None:
-        rollout = await rollout_group(
-            await actors.prompts.next(),
-            actors.generators,
-            actors.reward,
-            group_id=ticket.seq,
-            group_size=grpo.group_size,
-            advantage=grpo.advantage,
-            decode=actors.decode,
-            seed=run.cfg.seed,
-            reference=actors.reference,
-        )
+        try:
+            rollout = await rollout_group(
+                await actors.prompts.next(),
+                actors.generators,
+                actors.reward,
+                group_id=ticket.seq,
+                group_size=grpo.group_size,
+                advantage=grpo.advantage,
+                decode=actors.decode,
+                seed=run.cfg.seed,
+                reference=actors.reference,
+            )
+        except Exception:
+            await actors.replay.fail(ticket)
+            raise
         run.meter.add("tokens/generated", rollout.num_tokens)
         run.episodes = rollout.records()
         await actors.replay.add(ticket, rollout.group)
@@ -108,11 +112,13 @@ async def train(run: Run, cluster: Cluster, stopping: Stopping) -> None:
         rollouts = [tasks.create_task(rollout_loop(run)) for _ in range(actors.num_rollouts)]
         weights = tasks.create_task(weight_loop(run))
         await train_loop(run)
-        await weights
+        if run.log.checkpoint is not None:
+            run.log.note("writing the checkpoint")
+            await actors.trainer.save(str(run.log.checkpoint), actors.model)
         for task in rollouts:
             task.cancel()
-        run.log.note("writing the checkpoint")
-        run.memory |= await actors.save_and_shut_down(run.log.checkpoint)
+        await weights
+        run.memory |= await actors.shut_down()
         for task in watchers:
             task.cancel()
 

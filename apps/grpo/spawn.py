@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig
@@ -47,11 +46,9 @@ class Actors:
     sync: WeightSync
     num_rollouts: int
 
-    async def save_and_shut_down(self, checkpoint: Path | None) -> dict[str, int]:
-        """Writes the final model, then ends engines and reward workers; peak memory by role, in bytes."""
+    async def shut_down(self) -> dict[str, int]:
+        """Lets engines and reward workers end by themselves; returns the generators' peak memory, in bytes."""
         stats = await self.generators.stats()
-        if checkpoint is not None:
-            await self.trainer.save(str(checkpoint), self.model)
         await self.generators.shutdown()
         if isinstance(self.reward, RewardClient):
             await self.reward.shutdown()
@@ -125,7 +122,7 @@ async def _start_generator(
         replica=index,
         env=QUIET,
     )
-    replica = Replica(mesh, f"generator_{index}")
+    replica = Replica(mesh, f"generator_{index}", cfg.generator)
     await replica.setup(warm_up)
     return replica
 
@@ -145,7 +142,7 @@ async def _start_replay(cfg: AppConfig, cluster: Cluster) -> ReplayClient:
 
 async def _start_reference(cfg: AppConfig, cluster: Cluster, spec: ModelSpec) -> ReferenceClient:
     mesh = await cluster.spawn("reference", ReferenceActor, spec, microbatch_tokens=cfg.trainer.microbatch_tokens)
-    client = ReferenceClient(mesh)
+    client = ReferenceClient(mesh, cfg.trainer)
     await client.setup()
     return client
 

@@ -38,6 +38,7 @@ class FakeReplica:
         self.may_go_on = asyncio.Event()
         self.may_go_on.set()
         self.applied: list[int] = []
+        self._applied = asyncio.Event()
 
     async def connect(self, endpoint: Endpoint) -> None: ...
 
@@ -46,7 +47,13 @@ class FakeReplica:
         await self.may_go_on.wait()
         assert before == self.trainer.buffers[buffer] == version, "a buffer was overwritten while it was read"
         self.applied.append(version)
+        self._applied.set()
         return ApplyResult(0.0, 0.0)
+
+    async def until(self, version: int) -> None:
+        while version not in self.applied:
+            self._applied.clear()
+            await self._applied.wait()
 
 
 def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -69,6 +76,7 @@ def test_a_stopped_replica_never_holds_up_a_publish_and_the_newest_version_wins(
             await sync.publish(version)
             await asyncio.sleep(0)
         replica.may_go_on.set()
+        await replica.until(10)
         sync.close()
         await loop
         assert replica.applied == [1, 10]

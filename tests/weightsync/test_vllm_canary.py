@@ -38,11 +38,16 @@ def test_what_a_cpu_linear_layer_keeps_of_its_weight_is_what_the_flip_exchanges(
     assert attributes_set_on(body, "layer") == {"cpu_linear", "weight", "_cpu_unpacked_conv_weight"}
 
 
-@pytest.mark.parametrize("name", ["initialize_layerwise_reload", "finalize_layerwise_reload"])
-def test_the_layerwise_reload_takes_the_model_first(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("initialize_layerwise_reload", ["model"]),
+        ("finalize_layerwise_processing", ["model", "model_config"]),  # what finalize_layerwise_reload passes on to
+    ],
+)
+def test_the_layerwise_reload_takes_the_model(name: str, arguments: list[str]) -> None:
     body = function(source("model_executor/model_loader/reload/layerwise.py"), name)
-    first = body.args.args[0].arg if body.args.args else body.args.vararg
-    assert first == "model" or isinstance(first, ast.arg)
+    assert [argument.arg for argument in body.args.args] == arguments
 
 
 def test_rotary_modules_are_cached_in_one_global_dictionary() -> None:
@@ -58,11 +63,21 @@ def test_rotary_modules_are_cached_in_one_global_dictionary() -> None:
 
 
 def test_attention_layers_register_in_the_static_forward_context() -> None:
-    tree = source("config/compilation.py")
-    assert any(isinstance(node, ast.Name) and node.id == "static_forward_context" for node in ast.walk(tree))
+    fields = [node.target for node in ast.walk(source("config/compilation.py")) if isinstance(node, ast.AnnAssign)]
+    assert "static_forward_context" in [field.id for field in fields if isinstance(field, ast.Name)]
 
 
 def test_a_step_is_labelled_with_the_version_that_holds_when_it_ends() -> None:
     body = function(source("v1/engine/core.py"), "_attach_weight_version")
     assert "_weight_version" in ast.dump(body)
     assert "_attach_weight_version" in ast.dump(function(source("v1/engine/core.py"), "step"))
+
+
+def test_the_engine_that_calls_the_worker_can_be_told_the_version() -> None:
+    engines = [
+        node
+        for node in ast.walk(source("v1/engine/core.py"))
+        if isinstance(node, ast.ClassDef)
+        and {"collective_rpc", "set_weight_version"} <= {f.name for f in node.body if isinstance(f, ast.FunctionDef)}
+    ]
+    assert [engine.name for engine in engines] == ["EngineCore"]
