@@ -14,11 +14,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from forge.child import scratch_folder
 from forge.errors import ConfigError, WeightSyncError
 from weightsync.publisher import Endpoint
 
 _POLL_S = 0.005
+_BATCHED_TOKENS = 8192
+"""Tokens of one forward pass at most: prompts that enter, and one token of each running request."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,9 @@ class VllmEngine:
             use_tqdm_on_load=False,
             async_scheduling=False,  # a step in flight during a flip would carry the wrong version
             worker_extension_cls="weightsync.receiver.WeightReceiver",
+            # On CPUs vLLM dies of a seeded request whose prompt is cut in two: it cannot rewind the generator.
+            enable_chunked_prefill=torch.cuda.is_available(),
+            max_num_batched_tokens=max(c.max_model_len, _BATCHED_TOKENS),
         )
         self._engine = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
         await self._engine.collective_rpc("forge_start")

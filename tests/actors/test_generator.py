@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from actors.generator import Generator, GeneratorConfig
 from actors.model import Policy, load_hf
@@ -28,9 +30,9 @@ MAX_LEN = 160
 class Live:
     """A generator on an event loop of its own, a trainer-side model, and the publisher between them."""
 
-    def __init__(self) -> None:
-        self.model = str(resolve_model("nano"))
-        self.hf = load_hf(self.model, torch.float32).eval()
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.hf = load_hf(model, torch.float32).eval()
         self.disk = {name: p.detach().clone() for name, p in self.hf.named_parameters()}
         self.publisher = Publisher(self.hf.named_parameters(), torch.float32)
         self._loop = asyncio.new_event_loop()
@@ -89,12 +91,24 @@ class Live:
             return policy(tokens, torch.arange(tokens.shape[1])[None], mask)[0]
 
 
-@pytest.fixture(scope="module")
-def live() -> Iterator[Live]:
-    live = Live()
+@pytest.fixture(scope="module", params=["tied", pytest.param("untied", marks=pytest.mark.soak)])
+def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    model = str(resolve_model("nano"))
+    live = Live(model if request.param == "tied" else untied(model, tmp_path_factory.mktemp("untied")))
     yield live
     live.generator.shutdown()
     live.publisher.close()
+
+
+def untied(model: str, folder: Path) -> str:
+    """The same model with a head of its own, other than the embedding."""
+    config = AutoConfig.from_pretrained(model)
+    config.tie_word_embeddings = False
+    hf: Any = AutoModelForCausalLM.from_pretrained(model, config=config)
+    with torch.no_grad():
+        hf.lm_head.weight.copy_(hf.get_input_embeddings().weight.roll(1, 1))
+    hf.save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture(autouse=True)
@@ -236,6 +250,40 @@ def test_an_abort_returns_what_was_sampled_and_leaves_the_engine_working(live: L
         assert 0 < len(completion.token_ids) < 140
         assert len(completion.logprobs) == len(completion.versions) == len(completion.token_ids)
     assert len(live.run(live.generator.generate([PROMPT], [1]))[0].token_ids) == 8
+
+
+def test_an_abort_also_reaches_requests_that_are_still_on_their_way_to_the_engine(live: Live) -> None:
+    async def aborted() -> list[Completion]:
+        running = asyncio.ensure_future(live.generator.generate([PROMPT] * 80, list(range(80)), 140, "early"))
+        await asyncio.sleep(0)
+        await live.generator.abort("early")
+        return await asyncio.wait_for(running, 20)
+
+    completions = live.run(aborted())
+    assert {c.finish_reason for c in completions} == {"abort"}
+    assert all(len(c.token_ids) < 140 for c in completions)
+
+
+def test_requests_that_wait_for_a_place_start_under_the_version_that_serves_then(live: Live) -> None:
+    prompt = PROMPT * 5  # longer than a block of the prefix cache
+
+    async def crowded() -> list[Completion]:
+        calls = [live.generator.generate([prompt], [seed], 60) for seed in range(80)]
+        running = asyncio.gather(*calls)
+        await asyncio.sleep(0.1)
+        live.perturb(5)
+        await live.sync()
+        return [completions[0] for completions in await running]
+
+    completions = live.run(crowded())
+    late = [c for c in completions if set(c.versions) == {live.version}]
+    assert late, "every request had a place before the update"
+    for completion in late:
+        tokens = torch.tensor([[*prompt, *completion.token_ids]])
+        mask = torch.arange(tokens.shape[1])[None] >= len(prompt)
+        with torch.no_grad():
+            expected, _ = Policy(live.hf)(tokens, torch.arange(tokens.shape[1])[None], mask)
+        torch.testing.assert_close(expected, torch.tensor(completion.logprobs), atol=1e-4, rtol=0)
 
 
 def test_a_request_gives_the_same_tokens_alone_and_among_many(live: Live) -> None:

@@ -247,3 +247,16 @@ def test_a_kl_weight_brings_a_reference_whose_divergence_starts_at_zero(launch: 
     kl = [row["loss/kl"] for row in run.rows()]
     assert kl[0] == pytest.approx(0.0, abs=1e-6)
     assert kl[-1] > 1e-4
+
+
+@pytest.mark.soak
+def test_memory_does_not_grow_with_the_steps(launch: Launch) -> None:
+    run = launch("--trainer.steps=240", "--data.size=64")
+    resident: dict[int, dict[int, int]] = {}
+    for step in (80, 230):
+        run.wait_until(lambda step=step: len(run.rows()) >= step, f"step {step}", 300)
+        resident[step] = {process.pid: process.memory_info().rss for process in run.processes()}
+    assert run.finish() == 0, run.output
+    growth = {pid: rss - resident[80][pid] for pid, rss in resident[230].items() if pid in resident[80]}
+    assert growth
+    assert max(growth.values()) < 40 << 20, growth

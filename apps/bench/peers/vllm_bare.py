@@ -56,6 +56,7 @@ def start(engine: BareEngine) -> Any:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    import torch
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -73,6 +74,8 @@ def start(engine: BareEngine) -> Any:
         disable_log_stats=True,
         use_tqdm_on_load=False,
         async_scheduling=False,
+        enable_chunked_prefill=torch.cuda.is_available(),
+        max_num_batched_tokens=max(engine.max_model_len, 8192),
     )
     return AsyncLLM.from_engine_args(arguments)
 
