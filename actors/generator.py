@@ -47,7 +47,7 @@ class GeneratorConfig:
     kv_cache_bytes: int = 268435456
     """Bytes of KV cache of one replica; 0 lets vLLM fill the device."""
     enforce_eager: bool = True
-    """Run without compilation. Compiling costs about 50 s at start and pays in long runs."""
+    """Run without compilation; must be true on CPUs. On GPUs compiling costs a minute and pays in long runs."""
     start_timeout_s: float = 600.0
     """Seconds that an engine may take to start."""
     request_timeout_s: float = 600.0

@@ -51,7 +51,7 @@ METRICS: dict[str, Metric] = {
     "tokens/trained": Metric("tokens", "tokens under the loss mask of the trained batch"),
     "tokens/wasted": Metric("tokens", "sampled tokens of dropped episodes"),
     "episodes/trained": Metric("episodes", "episodes in the trained batch"),
-    "episodes/dropped": Metric("episodes", "episodes thrown away untrained: too stale, degenerate or failed"),
+    "episodes/dropped": Metric("episodes", "episodes thrown away untrained: too stale, or degenerate and dropped"),
     "groups/degenerate": Metric("groups", "groups whose rewards are all equal"),
     "time/wait_batch_s": Metric("s", "time that the train loop waited for its batch"),
     "time/step_s": Metric("s", "time that the trainer took for forward, backward and the optimizer"),

@@ -30,14 +30,14 @@ MAX_LEN = 160
 class Live:
     """A generator on an event loop of its own, a trainer-side model, and the publisher between them."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, *, enforce_eager: bool) -> None:
         self.model = model
         self.hf = load_hf(model, torch.float32).eval()
         self.disk = {name: p.detach().clone() for name, p in self.hf.named_parameters()}
         self.publisher = Publisher(self.hf.named_parameters(), torch.float32)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        config = GeneratorConfig(max_model_len=MAX_LEN, max_new_tokens=8, max_num_seqs=64)
+        config = GeneratorConfig(max_model_len=MAX_LEN, max_new_tokens=8, max_num_seqs=64, enforce_eager=enforce_eager)
         self.generator = Generator(config, self.model, "float32", seed=0, stop_ids=[])
         self.engine = self.generator._engine
         self.run(self.generator.setup(PROMPT))
@@ -91,10 +91,21 @@ class Live:
             return policy(tokens, torch.arange(tokens.shape[1])[None], mask)[0]
 
 
-@pytest.fixture(scope="module", params=["tied", pytest.param("untied", marks=pytest.mark.soak)])
+ENGINES = [
+    "tied",
+    pytest.param("untied", marks=pytest.mark.soak),
+    pytest.param("cuda graphs", marks=[pytest.mark.gpu, pytest.mark.soak]),
+]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
 def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    model = str(resolve_model("nano"))
-    live = Live(model if request.param == "tied" else untied(model, tmp_path_factory.mktemp("untied")))
+    model, on_gpu = str(resolve_model("nano")), request.param == "cuda graphs"
+    if on_gpu and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    if request.param == "untied":
+        model = untied(model, tmp_path_factory.mktemp("untied"))
+    live = Live(model, enforce_eager=not on_gpu)
     yield live
     live.generator.shutdown()
     live.publisher.close()
