@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
 
-from monarch.actor import Actor, ActorError, concurrent_endpoint, endpoint
+from monarch.actor import Actor, concurrent_endpoint, endpoint
 
 from actors.reward_process import RewardProcess
 from actors.reward_worker import Sample, evaluate
-from forge.errors import ConfigError, ForgeError
+from forge.errors import ConfigError
 from forge.mesh import within
 
 __all__ = [
@@ -251,13 +251,4 @@ class RewardClient:
         await self._call("end its workers", self._mesh.shutdown.call_one())
 
     async def _call(self, what: str, call: Awaitable[T]) -> T:
-        return await _own_errors(within(self._answer_s, f"the reward actor to {what}", call))
-
-
-async def _own_errors(call: Awaitable[T]) -> T:
-    try:
-        return await call
-    except ActorError as error:
-        if isinstance(error.exception, ForgeError):
-            raise error.exception from error
-        raise
+        return await within(self._answer_s, f"the reward actor to {what}", call)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import pkgutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ import torch
 from torch.utils.data import Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
+from forge import registry
 from forge.errors import ConfigError
 
 Row = Mapping[str, Any]
@@ -63,7 +63,7 @@ class DataConfig:
         """Raises ConfigError when the task cannot be imported or called like this; loads no data."""
         if self.size is not None and self.size < 1:
             raise ConfigError(f"data.size must be >= 1, got {self.size}; leave it out for all rows")
-        task = load_object(self.task, "data.task")
+        task = registry.load(self.task, "data.task")
         try:
             inspect.signature(task).bind(**self.keywords)
         except TypeError as error:
@@ -78,24 +78,10 @@ class DataConfig:
         return {**self.args, **({} if self.path is None else {"path": self.path})}
 
 
-def load_object(path: str, option: str) -> Callable[..., Any]:
-    """The callable at `module:name`. ConfigError, naming the key `option` it came from, if there is none."""
-    example = "give module:function, importable from where the run starts"
-    if path.count(":") != 1:
-        raise ConfigError(f"{option} is {path!r}, which is no path of an object; {example}")
-    try:
-        found = pkgutil.resolve_name(path)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{option} is {path!r}, which cannot be imported ({error}); {example}") from error
-    if not callable(found):
-        raise ConfigError(f"{option} is {path!r}, which is a {type(found).__name__}, not a function; {example}")
-    return found
-
-
 def load_task(cfg: DataConfig) -> Rows:
     """Calls the task; applies `size` and `system_prompt`. Raises ConfigError when there are no rows."""
     cfg.validate()
-    rows = load_object(cfg.task, "data.task")(**cfg.keywords)
+    rows = registry.load(cfg.task, "data.task")(**cfg.keywords)
     if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
         raise ConfigError(
             f"data.task {cfg.task} returned a {type(rows).__name__}; it must return rows with len() and "

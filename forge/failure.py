@@ -36,7 +36,7 @@ def root_cause(error: BaseException) -> BaseException:
 
 def describe(error: BaseException) -> str:
     """What a user needs to see: a typed error's text, an actor's traceback, or else the one here."""
-    remote = _remote_exception(error)
+    remote = remote_exception(error)
     if isinstance(remote, _SELF_EXPLAINING):
         return f"{type(remote).__name__}: {remote}\n({_first_line(error).rstrip('.')})"
     if remote is not None:
@@ -93,14 +93,14 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
-def _remote_exception(error: BaseException) -> BaseException | None:
+def remote_exception(error: BaseException) -> BaseException | None:
     """The exception that an actor raised, where `error` is Monarch's ActorError around it."""
     if type(error).__name__ != "ActorError":
         return None
     inner = getattr(error, "exception", None)
     if not isinstance(inner, BaseException):
         return None
-    return _remote_exception(inner) or inner
+    return remote_exception(inner) or inner
 
 
 def _first_line(error: BaseException) -> str:

@@ -24,8 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeVar
 
-from forge.errors import ActorFailed, ConfigError, DeadlineExceeded
-from forge.failure import explain, is_supervision_error, root_cause
+from forge.errors import ActorFailed, ConfigError, DeadlineExceeded, ForgeError
+from forge.failure import explain, is_supervision_error, remote_exception, root_cause
 from forge.launch import Hosts
 from forge.placement import (
     MeshConfig,
@@ -64,7 +64,8 @@ _MONARCH_LOGGER = "logger"
 async def within(seconds: float, what: str, awaitable: Awaitable[T]) -> T:
     """The result of `awaitable`, or DeadlineExceeded after `seconds` saying that `what` did not happen.
 
-    A Monarch call that runs out of time is no longer waited for, but goes on in its actor.
+    A Monarch call that runs out of time is no longer waited for, but goes on in its actor. One of the project's own
+    errors that an actor raised arrives as itself, with Monarch's account of it as its cause.
     """
     try:
         async with asyncio.timeout(seconds) as scope:
@@ -72,6 +73,11 @@ async def within(seconds: float, what: str, awaitable: Awaitable[T]) -> T:
     except TimeoutError:
         if not scope.expired():
             raise
+    except Exception as error:
+        own = remote_exception(error)
+        if isinstance(own, ForgeError):
+            raise own from error
+        raise
     raise DeadlineExceeded(f"waited {seconds:g} s for {what}, in vain")
 
 

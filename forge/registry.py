@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from forge.errors import ConfigError
 
@@ -25,11 +25,20 @@ def lookup(name: str, registry: Mapping[str, F], option: str) -> F:
     remedy = f"use one of {', '.join(sorted(registry))}, or module:function for your own"
     if ":" not in name:
         raise ConfigError(f"{option} is {name!r}, which is not registered; {remedy}")
+    return cast(F, load(name, option, remedy))
+
+
+def load(path: str, option: str, remedy: str = "give module:function, importable from where the run starts") -> Any:
+    """The callable at `module:function`; `option` is the configuration key that held the path.
+
+    Raises ConfigError, with `remedy`, when there is none.
+    """
+    if path.count(":") != 1:
+        raise ConfigError(f"{option} is {path!r}, which is no path of an object; {remedy}")
     try:
-        found = pkgutil.resolve_name(name)
+        found = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{option} is {name!r}, which cannot be imported ({error}); {remedy}") from error
+        raise ConfigError(f"{option} is {path!r}, which cannot be imported ({error}); {remedy}") from error
     if not callable(found):
-        kind = type(found).__name__
-        raise ConfigError(f"{option} is {name!r}, which is a {kind}, not a function; {remedy}")
+        raise ConfigError(f"{option} is {path!r}, which is a {type(found).__name__}, not a function; {remedy}")
     return found

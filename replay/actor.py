@@ -10,11 +10,10 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any, Literal, TypeVar
 
-from monarch.actor import Actor, ActorError, concurrent_endpoint, endpoint
+from monarch.actor import Actor, concurrent_endpoint, endpoint
 from tensordict import TensorDict
 
 import forge.channel
-from forge.errors import ForgeError
 from forge.mesh import within
 from replay.service import Channel, Replay, ReplayConfig, SampledBatch
 from replay.staleness import Ticket
@@ -134,7 +133,7 @@ class ReplayClient:
         return await self._call("stats", self._mesh.stats.call_one())
 
     async def _call(self, name: str, call: Awaitable[T]) -> T:
-        return await _own_errors(within(self._answer_s, f"the replay to answer {name}", call))
+        return await within(self._answer_s, f"the replay to answer {name}", call)
 
     async def _return_slot(self, call: asyncio.Future[Ticket | None]) -> None:
         try:
@@ -143,12 +142,3 @@ class ReplayClient:
                 await self.fail(ticket)
         except Exception:
             return  # the wait ended without a slot; whoever asked for it is gone
-
-
-async def _own_errors(call: Awaitable[T]) -> T:
-    try:
-        return await call
-    except ActorError as error:
-        if isinstance(error.exception, ForgeError):
-            raise error.exception from error
-        raise

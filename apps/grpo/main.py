@@ -6,7 +6,7 @@
 
     prompts -> rollout_loop x N -> replay -> train_loop -> weight_loop -> generators
 
-Each loop waits for one thing only, named in its docstring. `apps.grpo.spawn.py` spawns the actors.
+Each loop waits for one thing only, named in its docstring. `apps/grpo/spawn.py` spawns the actors.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from forge.data import DataConfig, Prompt, PromptStream, load_object, load_task, make_encoder
+from forge import registry
+from forge.data import DataConfig, Prompt, PromptStream, load_task, make_encoder
 from forge.errors import ConfigError
 
 ROWS = [{"prompt": f"p{i}", "answer": i, "metadata": {"i": i}} for i in range(7)]
@@ -236,5 +237,5 @@ def test_a_task_that_cannot_work_is_refused(
 @pytest.mark.parametrize("path", ["json", "json:", "a:b:c", "no.such:thing", "json:no_such"])
 def test_a_path_that_leads_nowhere_names_its_option(path: str) -> None:
     with pytest.raises(ConfigError, match=r"data\.task") as caught:
-        load_object(path, "data.task")
+        registry.load(path, "data.task")
     assert repr(path) in str(caught.value)
