@@ -281,7 +281,7 @@ def _write_checkpoint(hf: Any, state: dict[str, Any], folder: Path, source: str,
     shutil.rmtree(partial, ignore_errors=True)
     free, needed = shutil.disk_usage(folder.parent).free, sum(v.numel() for v in state.values()) * dtype.itemsize
     if free < needed:
-        raise OSError(errno.ENOSPC, f"the model needs {needed} bytes")
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, the model needs {needed} bytes")
     tied = hf.config.tie_word_embeddings
     weights = {k: v.to(dtype) for k, v in state.items() if not (tied and k == "lm_head.weight")}
     hf.config = AutoConfig.from_pretrained(source)  # with the dropout that training leaves out

@@ -57,6 +57,7 @@ def plot(runs: Sequence[Path], out: Path, *, key: str = "reward/mean", window: i
     metric = METRICS.get(key)
     unit = f" [{metric.unit}]" if metric and metric.unit != "1" else ""
     axes.set_xlabel("training step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel(f"{key}{unit}  (raw, and mean of {window} steps)")
     axes.grid(alpha=0.3)
     axes.legend(loc="best")
