@@ -43,6 +43,7 @@ def plot(runs: Sequence[Path], out: Path, *, key: str = "reward/mean", window: i
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise ConfigError("plotting needs `pip install matplotlib`") from error
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -57,7 +58,7 @@ def plot(runs: Sequence[Path], out: Path, *, key: str = "reward/mean", window: i
     metric = METRICS.get(key)
     unit = f" [{metric.unit}]" if metric and metric.unit != "1" else ""
     axes.set_xlabel("training step")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel(f"{key}{unit}  (raw, and mean of {window} steps)")
     axes.grid(alpha=0.3)
     axes.legend(loc="best")
