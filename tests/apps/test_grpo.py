@@ -104,7 +104,7 @@ def test_ctrl_c_ends_the_run_with_a_checkpoint_that_loads(launch: Launch) -> Non
         ("--grpo.batch_size=63", "grpo.batch_size must be a positive multiple of grpo.group_size 8, got 63; use 64"),
         ("--replay.max_staleness=-1", "replay.max_staleness must be >= 0, got -1"),
         ("--model=/no/such/folder", "/no/such/folder does not exist"),
-        ("--mesh.trainer.procs=64", "trainer asks for 64"),
+        ("--mesh.trainer.procs=64", "trainer needs 64 device(s)"),
         ("--generator.temperature=0", "generator.temperature must be >= 0.01, got 0"),
         ("--config=missing.yaml", "missing.yaml"),
     ],
