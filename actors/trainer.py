@@ -6,37 +6,23 @@ gradient does not depend on how a batch was cut.
 
 from __future__ import annotations
 
-import asyncio
-import errno
 import math
-import os
-import shutil
-import socket
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from monarch.actor import Actor, context, endpoint
-from safetensors import SafetensorError
 from tensordict import TensorDict
 
+from actors.checkpoint import write_checkpoint
 from actors.model import Policy, check_head, freeze_except, load_hf, shard
 from actors.packing import MicroBatch, empty_micro_batch, micro_batches
-from forge import channel
-from forge.errors import ConfigError, RunFolderError
-from forge.launch import NODE_IP_ENV
+from forge.errors import ConfigError
 from forge.losses import LossConfig, LossInput, Metrics, add_metrics, compute_loss, denominator, metric_means
 from forge.memory import peak_rss_bytes
-from forge.mesh import within
-from forge.run_folder import folder_error
 from weightsync.publisher import Endpoint, Publisher
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -252,13 +238,7 @@ class Trainer:
         """
         state = self._full_state_dict()
         if self.rank == 0:
-            target, dtype = Path(folder), getattr(torch, self._spec.dtype)
-            try:
-                _write_checkpoint(self.policy.hf, state, target, source, dtype)
-            except OSError as error:
-                raise folder_error(target, error) from error
-            except SafetensorError as error:  # carries the system's words, not its error number
-                raise RunFolderError(f"cannot write {target}: {error}; give --run.dir another folder") from error
+            write_checkpoint(self.policy.hf, state, Path(folder), source, getattr(torch, self._spec.dtype))
         if self.world > 1:
             dist.barrier()
 
@@ -274,130 +254,12 @@ class Trainer:
             self._publisher.close()
 
 
-def _write_checkpoint(hf: Any, state: dict[str, Any], folder: Path, source: str, dtype: torch.dtype) -> None:
-    from transformers import AutoConfig, AutoTokenizer
-
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    free, needed = shutil.disk_usage(folder.parent).free, sum(v.numel() for v in state.values()) * dtype.itemsize
-    if free < needed:
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, the model needs {needed} bytes")
-    tied = hf.config.tie_word_embeddings
-    weights = {k: v.to(dtype) for k, v in state.items() if not (tied and k == "lm_head.weight")}
-    hf.config = AutoConfig.from_pretrained(source)  # with the dropout that training leaves out
-    hf.config.dtype = dtype
-    hf.save_pretrained(partial, state_dict=weights, safe_serialization=True)
-    AutoTokenizer.from_pretrained(source).save_pretrained(partial)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
-
-
 def _solo_process_group(device: str) -> None:
     """A process group of this process alone: FSDP2 wants one even when it shards over one rank."""
     store = dist.HashStore()
-    dist.init_process_group(_backend(device), store=store, rank=0, world_size=1)
+    dist.init_process_group(process_group_backend(device), store=store, rank=0, world_size=1)
 
 
-def _backend(device: str) -> str:
+def process_group_backend(device: str) -> str:
     """Counts and denominators live on the CPU whatever the model lives on."""
     return "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-
-
-class TrainerActor(Actor):
-    """Monarch shell of `Trainer`, one actor a rank. Work runs in a thread: the actor stays reachable."""
-
-    def __init__(self, config: TrainerConfig, loss: LossConfig, spec: ModelSpec, *, world: int, seed: int) -> None:
-        self._arguments = (config, loss, spec)
-        self._world, self._seed = world, seed
-        # Not `current_rank()`, which is relative to the slice that a message went to.
-        self._rank = context().actor_instance.rank.rank
-        self._trainer: Trainer | None = None
-        # One thread for good: memory that a step frees is found again by the next one.
-        self._thread = ThreadPoolExecutor(1, "trainer")
-
-    async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-    @property
-    def _ready(self) -> Trainer:
-        assert self._trainer is not None, "setup comes first"
-        return self._trainer
-
-    @endpoint
-    async def rendezvous(self) -> str:
-        """Where the ranks meet: an address of this rank's node, with a free port."""
-        ip = os.environ.get(NODE_IP_ENV, "127.0.0.1")
-        with socket.socket() as probe:
-            probe.bind((ip, 0))
-            return f"tcp://{ip}:{probe.getsockname()[1]}"
-
-    @endpoint
-    async def setup(self, address: str) -> None:
-        self._trainer = await self._run(lambda: self._build(address))
-
-    def _build(self, address: str) -> Trainer:
-        spec = self._arguments[2]
-        if self._world > 1:
-            dist.init_process_group(_backend(spec.device), init_method=address, rank=self._rank, world_size=self._world)
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        return Trainer(*self._arguments, rank=self._rank, world=self._world, seed=self._seed)
-
-    @endpoint
-    async def step(self, shards: Sequence[Any]) -> StepResult:
-        """`shards[rank]` is the handle of this rank's share of the batch."""
-        trainer = self._ready
-        return await self._run(lambda: trainer.step(channel.open(shards[trainer.rank])))
-
-    @endpoint
-    async def connect(self, dtype: str) -> Endpoint:
-        return await self._run(lambda: self._ready.connect(dtype))
-
-    @endpoint
-    async def snapshot(self, buffer: int) -> float:
-        return await self._run(lambda: self._ready.snapshot(buffer))
-
-    @endpoint
-    async def save(self, folder: str, source: str) -> None:
-        await self._run(lambda: self._ready.save(folder, source))
-
-    async def __cleanup__(self, exc: Exception | None) -> None:
-        if self._trainer is not None:
-            self._trainer.close()
-
-
-class TrainerMesh:
-    """All ranks of the trainer as the controller sees them; the source of weight sync."""
-
-    def __init__(self, mesh: Any, config: TrainerConfig, world: int, publish_dtype: str) -> None:
-        if world < 1:
-            raise ConfigError(f"the trainer needs at least one process, got {world}")
-        self._mesh, self._config, self._publish_dtype = mesh, config, publish_dtype
-        self.world = world
-
-    async def setup(self) -> None:
-        """Loads the model on every rank; the ranks of one mesh form one process group."""
-        address = ""
-        if self.world > 1:
-            meeting = within(
-                self._config.start_timeout_s, "the trainer's ranks to answer", self._mesh.rendezvous.call()
-            )
-            (_, address), *_ = await meeting
-        call = self._mesh.setup.call(address)
-        await within(self._config.start_timeout_s, "the trainer to load the model", call)
-
-    async def step(self, shards: Sequence[Any]) -> StepResult:
-        """One step of all ranks; `shards[rank]` is a channel handle. Metrics are global, memory is the ranks' sum."""
-        call = self._mesh.step.call(shards)
-        results = [result for _, result in await within(self._config.step_timeout_s, "an optimizer step", call)]
-        return replace(results[0], peak_rss_bytes=sum(r.peak_rss_bytes for r in results))
-
-    async def endpoint(self) -> Endpoint:
-        results = [result for _, result in await self._mesh.connect.call(self._publish_dtype)]
-        return results[0]
-
-    async def snapshot(self, buffer: int) -> float:
-        return max(seconds for _, seconds in await self._mesh.snapshot.call(buffer))
-
-    async def save(self, folder: str, source: str) -> None:
-        call = self._mesh.save.call(folder, source)
-        await within(self._config.step_timeout_s, f"the checkpoint {folder} to be written", call)

@@ -14,7 +14,8 @@ from actors.model import pick_dtype
 from actors.reference import ReferenceActor, ReferenceClient
 from actors.reward import RewardActor, RewardClient
 from actors.rollout import References, Rewards
-from actors.trainer import ModelSpec, TrainerActor, TrainerMesh
+from actors.trainer import ModelSpec
+from actors.trainer_mesh import TrainerActor, TrainerMesh
 from apps.grpo.config import AppConfig
 from apps.grpo.models import resolve_model
 from forge.data import PromptStream, load_task, make_encoder
