@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +32,7 @@ class GeneratorConfig:
     """Sampling and the engine."""
 
     temperature: float = 1.0
-    """Sampling temperature, > 0; the trainer applies the same to its log-probs."""
+    """Sampling temperature, at least 0.01; the trainer applies the same to its log-probs."""
     top_p: float = 1.0
     """Nucleus mass in (0, 1]; 1 keeps the whole vocabulary."""
     top_k: int = 0
@@ -43,7 +42,7 @@ class GeneratorConfig:
     max_model_len: int = 512
     """Tokens of prompt and completion together, at most."""
     max_num_seqs: int = 64
-    """Sequences decoded at once by one replica; more wait in the engine's queue."""
+    """Sequences decoded at once by one replica; more wait until one of them ends."""
     kv_cache_bytes: int = 268435456
     """Bytes of KV cache of one replica; 0 lets vLLM fill the device."""
     enforce_eager: bool = True
@@ -79,15 +78,6 @@ class GeneratorConfig:
         return Sampling(self.temperature, self.top_p, self.top_k)
 
 
-@dataclass(frozen=True)
-class GeneratorStats:
-    """Since the start of the replica. `busy_s` counts seconds with at least one request running."""
-
-    num_tokens: int
-    busy_s: float
-    peak_rss_bytes: int
-
-
 class Generator:
     """One replica, without Monarch."""
 
@@ -117,10 +107,6 @@ class Generator:
         )
         self._calls = itertools.count()
         self._request_ids: dict[str, list[str]] = {}
-        self._num_tokens = 0
-        self._running = 0
-        self._busy_s = 0.0
-        self._busy_since = 0.0
 
     async def setup(self, warm_up: Sequence[int] = ()) -> None:
         """Starts the engine; a first request on `warm_up` pays for what the engine compiles lazily."""
@@ -143,14 +129,13 @@ class Generator:
         limit = max_new_tokens or self._config.max_new_tokens
         name = request_id or f"call{next(self._calls)}"
         ids = self._request_ids[name] = [f"{name}/{i}" for i in range(len(prompts))]
-        self._enter()
         requests: list[asyncio.Future[Completion]] = []
         try:
             requests = [
                 asyncio.ensure_future(self._request(prompt, limit, seed, id))
                 for prompt, seed, id in zip(prompts, seeds, ids, strict=True)
             ]
-            completions = await within(
+            return await within(
                 self._config.request_timeout_s,
                 f"{len(prompts)} completions of {name}",
                 asyncio.gather(*requests),
@@ -160,9 +145,6 @@ class Generator:
             for request in requests:
                 request.cancel()
             del self._request_ids[name]
-            self._leave()
-        self._num_tokens += sum(len(c.token_ids) for c in completions)
-        return completions
 
     async def _request(self, prompt: Sequence[int], limit: int, seed: int, request_id: str) -> Completion:
         return await self._engine.generate(
@@ -189,22 +171,8 @@ class Generator:
         stage_s = await self._engine.stage(version, buffer)
         return ApplyResult(stage_s, await self._engine.flip(version))
 
-    def stats(self) -> GeneratorStats:
-        busy = self._busy_s + (time.perf_counter() - self._busy_since if self._running else 0.0)
-        return GeneratorStats(self._num_tokens, busy, peak_rss_bytes())
-
     def shutdown(self) -> None:
         self._engine.shutdown()
-
-    def _enter(self) -> None:
-        if self._running == 0:
-            self._busy_since = time.perf_counter()
-        self._running += 1
-
-    def _leave(self) -> None:
-        self._running -= 1
-        if self._running == 0:
-            self._busy_s += time.perf_counter() - self._busy_since
 
 
 class GeneratorActor(Actor):
@@ -240,8 +208,8 @@ class GeneratorActor(Actor):
         return await self._generator.apply(version, buffer)
 
     @endpoint
-    async def stats(self) -> GeneratorStats:
-        return self._generator.stats()
+    async def peak_memory(self) -> int:
+        return peak_rss_bytes()
 
     @endpoint
     async def shutdown(self) -> None:
@@ -290,9 +258,11 @@ class Generators:
         finally:
             replica.running -= len(prompts)
 
-    async def stats(self) -> list[GeneratorStats]:
-        calls = asyncio.gather(*(r.mesh.stats.call_one() for r in self.replicas))
-        return list(await within(_ANSWER_S, "the generators' figures", calls))
+    async def peak_memory(self) -> dict[str, int]:
+        """Bytes by replica, engine processes included."""
+        calls = asyncio.gather(*(r.mesh.peak_memory.call_one() for r in self.replicas))
+        peaks = await within(_ANSWER_S, "the generators' memory figures", calls)
+        return {replica.name: peak for replica, peak in zip(self.replicas, peaks, strict=True)}
 
     async def shutdown(self) -> None:
         calls = asyncio.gather(*(r.mesh.shutdown.call_one() for r in self.replicas))

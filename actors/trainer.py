@@ -7,7 +7,6 @@ gradient does not depend on how a batch was cut.
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,7 +87,6 @@ class StepResult:
 
     policy_version: int
     metrics: dict[str, float | None]
-    step_s: float
     peak_rss_bytes: int
 
 
@@ -140,7 +138,6 @@ class Trainer:
 
     def step(self, batch: TensorDict) -> StepResult:
         """One optimizer update on this rank's shard `[b, T]`. Raises FloatingPointError on a non-finite gradient."""
-        begin = time.perf_counter()
         self.policy.train()
         scale = self._set_learning_rate()
         totals = self._accumulate(batch)
@@ -155,7 +152,7 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
         self.policy_version += 1
         metrics = {"loss/kl": None, **totals, "grad_norm": norm_value, "extra/lr": self._config.lr * scale}
-        return StepResult(self.policy_version, metrics, time.perf_counter() - begin, peak_rss_bytes())
+        return StepResult(self.policy_version, metrics, peak_rss_bytes())
 
     def _accumulate(self, batch: TensorDict) -> dict[str, float]:
         """Forward and backward over all micro-batches; returns the step's global metrics."""

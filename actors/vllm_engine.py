@@ -72,11 +72,6 @@ class VllmEngine:
         # Who has no place in the engine waits here: a request takes the version that serves when it enters.
         self._places = asyncio.Semaphore(config.max_num_seqs)
 
-    @property
-    def version(self) -> int:
-        """The policy version that serves."""
-        return self._version
-
     async def start(self) -> None:
         """Starts the engine's process, builds the shadow model and labels the loaded weights version 0."""
         c = self._config

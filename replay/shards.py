@@ -21,7 +21,7 @@ def balance(lengths: Sequence[int], num_shards: int) -> list[list[int]]:
     if not 1 <= num_shards <= len(lengths):
         raise ConfigError(
             f"num_shards is {num_shards}, the batch has {len(lengths)} episodes and each rank needs one; "
-            "lower mesh.trainer.procs or raise grpo.groups_per_step"
+            "lower mesh.trainer.procs or raise grpo.batch_size"
         )
     heaps = [(0, shard) for shard in range(num_shards)]
     rows: list[list[int]] = [[] for _ in range(num_shards)]

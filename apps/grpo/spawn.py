@@ -49,11 +49,11 @@ class Actors:
 
     async def shut_down(self) -> dict[str, int]:
         """Lets engines and reward workers end by themselves; returns the generators' peak memory, in bytes."""
-        stats = await self.generators.stats()
+        memory = await self.generators.peak_memory()
         await self.generators.shutdown()
         if isinstance(self.reward, RewardClient):
             await self.reward.shutdown()
-        return {f"generator_{i}": s.peak_rss_bytes for i, s in enumerate(stats)}
+        return memory
 
 
 async def spawn_actors(
