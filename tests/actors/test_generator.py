@@ -281,12 +281,21 @@ def test_requests_that_wait_for_a_place_start_under_the_version_that_serves_then
     prompt = PROMPT * 5  # longer than a block of the prefix cache
 
     async def crowded() -> list[Completion]:
-        calls = [live.generator.generate([prompt], [seed], 60) for seed in range(80)]
-        running = asyncio.gather(*calls)
+        synced = asyncio.Event()
+
+        async def client(seed: int) -> list[Completion]:
+            # One request after the other until the flip is over: more clients than places, so some always wait.
+            done: list[Completion] = []
+            while not synced.is_set():
+                done += await live.generator.generate([prompt], [seed + len(done)], 60)
+            return done
+
+        clients = asyncio.gather(*(client(seed) for seed in range(0, 8000, 100)))
         await asyncio.sleep(0.1)
         live.perturb(5)
         await live.sync()
-        return [completions[0] for completions in await running]
+        synced.set()
+        return [completion for done in await clients for completion in done]
 
     completions = live.run(crowded())
     late = [c for c in completions if set(c.versions) == {live.version}]
