@@ -127,8 +127,12 @@ class Cluster:
 
     def replicas(self, role: str) -> int:
         """Number of replicas of `role`."""
-        placed = self._placement.roles.get(role)
-        return len(placed.replicas) if placed else 1
+        return len(self._placement.replicas(role))
+
+    def same_host(self, *roles: str) -> bool:
+        """Whether all processes of these roles run on one node."""
+        placed = [replica for role in roles for replica in self._placement.replicas(role)]
+        return len({host for r in placed for host in range(r.first_host, r.first_host + r.num_hosts)}) == 1
 
     async def spawn(
         self,

@@ -93,6 +93,10 @@ class Placement:
     device: Literal["cpu", "cuda"]
     roles: Mapping[str, RolePlacement]
 
+    def replicas(self, role: str) -> tuple[ReplicaPlacement, ...]:
+        """All of `role`, in order."""
+        return self.roles[role].replicas if role in self.roles else (self.replica(role, 0),)
+
     def replica(self, role: str, replica: int) -> ReplicaPlacement:
         """The processes of `role` number `replica`.
 

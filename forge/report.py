@@ -12,16 +12,17 @@ forge/run_folder.py, what is shown goes to a thread of its own, which drops upda
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -33,6 +34,7 @@ from forge.errors import ConfigError, RunFolderError
 from forge.metrics import NONFINITE, Number, Row, make_row, read_rows
 from forge.run_folder import EpisodeRecord, RunFolder, check_dir
 
+T = TypeVar("T")
 _LINE_EVERY_S = 2.0
 _RECENT_STEPS = 20
 _QUEUED_UPDATES = 64
@@ -109,6 +111,16 @@ class RunLog:
         """Shows one line about what the run does now, such as a start that takes minutes."""
         if self._terminal is not None:
             self._terminal.note(text)
+
+    async def patiently(self, wait: Awaitable[T], why: Callable[[], Awaitable[str]], patience_s: float = 15.0) -> T:
+        """The result of `wait`. Each time that it has dragged on for another `patience_s` seconds, shows `why()`."""
+        call = asyncio.ensure_future(wait)
+        try:
+            while not (await asyncio.wait([call], timeout=patience_s))[0]:
+                self.note(await why())
+            return await call
+        finally:
+            call.cancel()
 
     def step(self, values: Mapping[str, Any], episodes: Sequence[EpisodeRecord] = ()) -> Row:
         """Records one step; returns the row as it is written. Never waits.

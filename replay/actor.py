@@ -70,6 +70,11 @@ class ReplayActor(Actor):
         await self._replay.release(version)
 
     @endpoint
+    async def why_waiting(self) -> str:
+        """See `Replay.why_waiting`."""
+        return await self._replay.why_waiting()
+
+    @endpoint
     async def close_replay(self) -> None:
         """See `Replay.close`."""
         await self._replay.close()
@@ -131,6 +136,10 @@ class ReplayClient:
     async def stats(self) -> dict[str, float]:
         """See `Replay.stats`."""
         return await self._call("stats", self._mesh.stats.call_one())
+
+    async def why_waiting(self) -> str:
+        """See `Replay.why_waiting`."""
+        return await self._call("why_waiting", self._mesh.why_waiting.call_one())
 
     async def _call(self, name: str, call: Awaitable[T]) -> T:
         return await within(self._answer_s, f"the replay to answer {name}", call)

@@ -170,6 +170,10 @@ class Replay:
         self._buffer.release(version)
         self._wake()
 
+    async def why_waiting(self) -> str:
+        """What a `sample` that waits is waiting for, in one line."""
+        return self._buffer.describe_slots()
+
     async def close(self) -> None:
         """Ends the run: every waiting and later `reserve` and `sample` returns None."""
         self._closed = True
