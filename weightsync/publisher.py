@@ -1,80 +1,203 @@
-"""The trainer's side: copy the parameters this rank owns into a shared segment, and go on training.
+"""The trainer's side: copy what this rank owns into a snapshot buffer, and go on training.
 
-Two segments exist. The controller (`weightsync.sync`) names the one that nobody reads, so that
-`snapshot` never waits: it costs one memory copy (and the cast, where the generators use another dtype).
+There are two buffers. The controller (`weightsync.sync`) names the one that nobody reads, so `snapshot` never waits:
+it costs one memory copy (and the cast, where the generators use another dtype). What follows, checksums, the delta and
+the transfer, runs behind training, in another thread.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from forge.errors import WeightSyncError
-from forge.segment import Segment, SegmentRef
-from weightsync.plan import Layout, make_layout, row_view, shard_rows
+from weightsync import delta
+from weightsync.adapters import AdapterSpec
+from weightsync.checksums import sums
+from weightsync.config import WeightSyncConfig
+from weightsync.layout import Box, Entry, Layout, box_shape, make_layout, numel
+from weightsync.shards import Source, claim, published, tensor_box
+from weightsync.snapshot import Snapshots
+from weightsync.transports import MAPPED, make_sender
+from weightsync.transports.base import Endpoint, Offer, RankOffer, SenderContext
 
-NUM_BUFFERS = 2
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """What a receiver needs to read every version to come: the layout and the two segments."""
-
-    layout: Layout
-    segments: tuple[SegmentRef, ...]
+Gather = Callable[[Any], list[Any]]
+"""A collective of the trainer's ranks: the value of each, in rank order."""
 
 
 class Publisher:
     """Snapshots of one rank's parameters.
 
-    `dtype` is the dtype of the generators. Rank 0 creates the segments; the other ranks attach to
-    `endpoint.segments`. Frozen parameters travel too: a receiver always holds one whole version.
+    `dtype` is the dtype of the generators, `model_type` that of the Hugging Face config. Frozen parameters travel too:
+    a receiver always holds one whole version; with an `adapter` the `parameters` are its matrices alone
+    (`weightsync.adapters.adapter_parameters`). With several ranks `gather` brings their values together, and all ranks
+    make their publishers at the same time.
     """
 
     def __init__(
         self,
         parameters: Iterable[tuple[str, torch.Tensor]],
         dtype: torch.dtype,
+        config: WeightSyncConfig | None = None,
         *,
+        transport: str = "memory",
+        adapter: AdapterSpec | None = None,
+        model_type: str = "",
         rank: int = 0,
-        world: int = 1,
-        segments: tuple[SegmentRef, ...] | None = None,
+        gather: Gather = lambda value: [value],
+        folder: str = "",
     ) -> None:
+        self._config = config or WeightSyncConfig()
         named = list(parameters)
         self._tensors = [tensor for _, tensor in named]
-        self._layout = make_layout((name, tensor.shape, dtype) for name, tensor in named)
-        self._rows = [
-            shard_rows(t.shape[0], world, rank) if isinstance(t, DTensor) and t.dim() else None for t in self._tensors
-        ]
-        self._writes_replicated = rank == 0
-        if segments is None:
-            if rank != 0:
-                raise WeightSyncError(f"rank {rank} got no segments; rank 0 creates them and passes them on")
-            self._segments = [Segment.create(self._layout.nbytes) for _ in range(NUM_BUFFERS)]
-        else:
-            self._segments = [Segment.attach(ref) for ref in segments]
-
-    @property
-    def endpoint(self) -> Endpoint:
-        return Endpoint(self._layout, tuple(s.ref for s in self._segments))
+        self._locals: list[torch.Tensor] = []
+        self._pointers: list[int] = []
+        self._peers: dict[str, Sequence[Mapping[str, Box]]] = {}
+        sources = _sources(named, dtype, model_type)
+        full, layouts, shared = _lay_out(sources, gather, in_place=transport == "memory")
+        self._layout = layouts[rank]
+        self._sources = [source for source in sources if source.name in {e.name for e in self._layout.entries}]
+        device = self._tensors[0].device
+        self._snapshots = Snapshots(
+            self._layout,
+            full.nbytes if shared else self._layout.nbytes,
+            device,
+            mapped=transport == "memory",
+            on_device=transport == "ipc" or (device.type == "cuda" and self._config.staging == "device"),
+            rank=rank,
+            slots=len(layouts) if shared else 1,
+            share=gather if shared else None,
+        )
+        nbytes, wants_delta = self._snapshots.nbytes, self._config.delta and transport not in MAPPED
+        self._base = torch.empty(nbytes, dtype=torch.uint8) if wants_delta else None
+        self._base_version = -1
+        self._payload = torch.empty(nbytes // 2, dtype=torch.uint8) if wants_delta else None
+        context = SenderContext(
+            rank=rank,
+            world=len(layouts),
+            layout=self._layout,
+            sources=layouts,
+            buffers=[self._snapshots.data(buffer) for buffer in range(len(self._snapshots.buffers))],
+            payload=self._payload,
+            deadline_s=self._config.deadline_s,
+            folder=folder,
+        )
+        self._sender = make_sender(transport, context, self._snapshots.buffers, self._snapshots.segments, shared)
+        links = gather(self._sender.link())
+        self._sender.meet(links)
+        described = adapter.plain() if adapter else None
+        deadline_s, checksums = self._config.deadline_s, self._config.checksums
+        self.endpoint = Endpoint(transport, full, layouts, links, deadline_s, checksums, described)
+        """What receivers connect to; the same on every rank."""
 
     @torch.no_grad()
-    def snapshot(self, buffer: int) -> float:
-        """Copies this rank's rows into segment `buffer`; returns the seconds it took."""
-        begin = time.perf_counter()
-        target = self._segments[buffer].buffer
-        for entry, tensor, rows in zip(self._layout.entries, self._tensors, self._rows, strict=True):
-            if rows is not None:
-                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                row_view(target, entry, rows).copy_(local)
-            elif self._writes_replicated:
-                row_view(target, entry, range(entry.shape[0] if entry.shape else 0)).copy_(tensor)
-        return time.perf_counter() - begin
+    def snapshot(self, version: int, buffer: int) -> float:
+        """Copies what this rank owns into snapshot `buffer`; returns the seconds that the caller stood still."""
+        return self._snapshots.copy(self._pieces(), version, buffer)
+
+    def before_update(self) -> None:
+        """Lets the next optimizer update wait, on the device, for a snapshot that still reads the parameters."""
+        self._snapshots.before_update()
+
+    def _pieces(self) -> list[torch.Tensor]:
+        """What is copied, as views of the parameters; found again when something has given them new memory."""
+        current = [_local(self._tensors[source.index]) for source in self._sources]
+        pointers = [tensor.data_ptr() for tensor in current]
+        if pointers != self._pointers:
+            self._pointers = pointers
+            self._locals = [source.of(tensor) for source, tensor in zip(self._sources, current, strict=True)]
+        return self._locals
+
+    def offer(self, version: int, buffer: int, base: int) -> RankOffer:
+        """What receivers are told of a snapshot: checksums, and a delta against version `base` where there can be one.
+
+        Runs behind training. `base` is -1 where a receiver holds no version that a delta could start from.
+        """
+        self._snapshots.wait(buffer)
+        snapshot = self._snapshots.data(buffer)
+        nbytes = None
+        if self._base is not None and self._payload is not None:
+            if base >= 0 and base == self._base_version:
+                nbytes = delta.encode(
+                    snapshot, self._base, self._layout, self._payload, version=version, base_version=base
+                )
+            self._base_version = -1
+            self._base.copy_(snapshot)
+            self._base_version = version
+        workers = [boxes for peer in self._peers.values() for boxes in peer]
+        return RankOffer(nbytes, sums(snapshot, self._layout, workers) if self._config.checksums else [])
+
+    def prepare(self, offer: Offer) -> dict[str, Any]:
+        """Makes an offered version reachable, where the transport has to; the result joins `offer.where`."""
+        return self._sender.prepare(offer)
+
+    def add_peer(self, peer: str, needed: Sequence[Mapping[str, Box]]) -> None:
+        """A replica that will receive; `needed` are the boxes that each of its workers reads."""
+        self._peers[peer] = needed
+        self._sender.add_peer(peer, needed)
+
+    def send(self, peer: str, offer: Offer) -> None:
+        """Pushes an offered version to one replica, where the transport pushes; behind training."""
+        self._sender.send(peer, offer)
 
     def close(self) -> None:
-        for segment in self._segments:
-            segment.close()
+        """Gives up buffers and connections."""
+        self._sender.close()
+        self._snapshots.close()
+
+
+def combine(offers: Sequence[RankOffer], endpoint: Endpoint, version: int, buffer: int, base: int) -> Offer:
+    """All ranks' shares as one offer: a delta only where every rank has one."""
+    sizes = [offer.nbytes for offer in offers]
+    smaller = [size for size in sizes if size is not None]
+    checks = [offer.sums for offer in offers]
+    if len(smaller) == len(offers):
+        return Offer(version, buffer, "delta", base, smaller, checks)
+    return Offer(version, buffer, "full", -1, [source.nbytes for source in endpoint.sources], checks)
+
+
+def _sources(named: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype, model_type: str) -> list[Source]:
+    # A buffer is read in the precision that it is kept in.
+    kinds = [dtype if isinstance(tensor, torch.nn.Parameter) else tensor.dtype for _, tensor in named]
+    described = ((name, t.shape, kind, tensor_box(t)) for (name, t), kind in zip(named, kinds, strict=True))
+    return published(described, model_type)
+
+
+def _lay_out(sources: Sequence[Source], gather: Gather, *, in_place: bool) -> tuple[Layout, list[Layout], bool]:
+    """The full layout, that of every rank, and whether all ranks write into one buffer in the full layout."""
+    parameters = [(source.name, source.shape, source.dtype) for source in sources]
+    full = make_layout(parameters)
+    everybody = gather({source.name: source.held for source in sources if source.held is not None})
+    boxes = claim(everybody, {source.name: source.dtype.itemsize for source in sources})
+    if in_place:
+        there = [layout for owned in boxes if (layout := _in_place(full, owned)) is not None]
+        if len(there) == len(boxes):
+            return full, there, True
+    return full, [make_layout(parameters, owned) for owned in boxes], False
+
+
+def _in_place(full: Layout, boxes: Mapping[str, Box]) -> Layout | None:
+    """The layout of what a rank owns where it lies in a buffer in the full layout; None when some of it is scattered
+    there, as a slice of columns is.
+    """
+    entries = []
+    for entry in full.entries:
+        if (box := boxes.get(entry.name)) is None:
+            continue
+        shape, sizes = box_shape(box), entry.shape
+        cut = next((dim for dim, size in enumerate(sizes) if shape[dim] != size), 0)
+        if any(extent != 1 for extent in shape[:cut]) or shape[cut + 1 :] != sizes[cut + 1 :]:
+            return None
+        start = sum(box[dim][0] * math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+        itemsize = entry.torch_dtype.itemsize
+        entries.append(
+            Entry(entry.name, entry.dtype, sizes, entry.offset + start * itemsize, numel(box) * itemsize, box)
+        )
+    return Layout(tuple(entries), full.nbytes)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

@@ -1,32 +1,45 @@
 """The controller's handle on weights: publish without waiting, apply the newest, say when it serves.
 
-    train loop ── publish(v) ──► snapshot into the buffer that nobody reads ──► pending = v  (newest wins)
-    weight loop ── waits for pending ──► each replica stages v while it decodes, flips ──► on_applied(v)
+    train loop ── publish(v) ──► snapshot into the buffer that nobody reads ──► newest = v
+    weight loop ── waits for a newer snapshot ──► each replica stages it while it decodes, then they flip in turn
+                                                 ──► on_applied(v), once every replica holds v
 
-With two buffers and at most one being read, a publish always finds a free one: the trainer never waits
-for a receiver. A version that is overwritten before anybody read it is counted as skipped; nobody may wait
-for one exact version, only for "this version or newer".
+One buffer at most is being read, so a publish always finds another: the trainer never waits for a receiver. A
+version that is overtaken before anybody read it is counted as skipped; nobody may wait for one exact version, only
+for "this version or newer".
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from forge.errors import DeadlineExceeded, WeightSyncError
+from forge.errors import DeadlineExceeded, ForgeError, WeightSyncError
 from forge.mesh import within
-from weightsync.publisher import NUM_BUFFERS, Endpoint
+from weightsync.config import WeightSyncConfig
+from weightsync.layout import Box
+from weightsync.snapshot import NUM_BUFFERS
+from weightsync.transports.base import Endpoint, Offer
+
+Needed = Sequence[Mapping[str, Box]]
+"""The boxes that each worker of a replica reads, by parameter."""
 
 
 class Source(Protocol):
     """The trainer as weight sync sees it; all its ranks at once."""
 
-    async def endpoint(self) -> Endpoint: ...
+    async def connect(self) -> Endpoint: ...
 
-    async def snapshot(self, buffer: int) -> float: ...
+    async def add_peer(self, peer: str, needed: Needed) -> None: ...
+
+    async def snapshot(self, version: int, buffer: int) -> float: ...
+
+    async def offer(self, version: int, buffer: int, base: int) -> Offer: ...
+
+    async def send(self, peer: str, offer: Offer) -> None: ...
 
 
 class Sink(Protocol):
@@ -34,46 +47,71 @@ class Sink(Protocol):
 
     name: str
 
-    async def connect(self, endpoint: Endpoint) -> None: ...
+    async def connect(self, endpoint: Endpoint) -> Needed: ...
 
-    async def apply(self, version: int, buffer: int) -> ApplyResult: ...
+    async def stage(self, offer: Offer) -> float: ...
 
-
-@dataclass(frozen=True)
-class ApplyResult:
-    """One replica's update: `stage_s` behind decoding, `pause_s` of standing still for the flip, seconds."""
-
-    stage_s: float
-    pause_s: float
+    async def flip(self, version: int) -> float: ...
 
 
 @dataclass(frozen=True)
 class Applied:
-    """All serving replicas hold `version`. `pause_s` is the longest flip among them."""
+    """Every serving replica holds `version`. `stage_s` and `pause_s` are the longest among them, in seconds.
+
+    `nbytes` left the trainer for each replica, 0 where its memory is mapped; `skipped` versions were overtaken.
+    """
 
     version: int
     stage_s: float
     pause_s: float
     skipped: int
+    nbytes: int = 0
+
+
+@dataclass(eq=False)
+class _Replica:
+    """A sink and what it holds: `version` serves; `staged` is the one its image has, -1 when that is unknown."""
+
+    sink: Sink
+    version: int = 0
+    staged: int = -1
+    epoch: int = 0
+    stage_s: float = 0.0
+    pause_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    version: int
+    buffer: int
+
+
+@dataclass
+class _Joining:
+    sink: Sink
+    joined: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class WeightSync:
     """Publishes versions of one source to several sinks.
 
-    Call order: `connect` once, then `publish` from the train loop and `run` as a task of its own.
-    `deadline_s` bounds each snapshot and each apply.
+    Call order: `connect` once, then `publish` from the train loop and `run` as a task of its own; `join` brings in a
+    replica that comes later. Every wait ends at `config.deadline_s`.
     """
 
-    def __init__(self, source: Source, sinks: Sequence[Sink], *, deadline_s: float = 300.0) -> None:
+    def __init__(self, source: Source, sinks: Sequence[Sink], config: WeightSyncConfig | None = None) -> None:
         self._source = source
-        self._sinks = list(sinks)
-        self._deadline_s = deadline_s
-        self._pending: tuple[int, int] | None = None
+        self._config = config or WeightSyncConfig()
+        self._replicas = [_Replica(sink) for sink in sinks]
+        self._joining: list[_Joining] = []
+        self._endpoint: Endpoint | None = None
+        self._newest: _Snapshot | None = None
+        self._offered = -1
         self._reading: int | None = None
-        self._newer = asyncio.Event()
+        self._wake = asyncio.Event()
+        self._failures = 0
         self._skipped = 0
         self._closed = False
-        self._nbytes = 0
         self.published_version = 0
         self.applied_version = 0
 
@@ -82,66 +120,178 @@ class WeightSync:
         """Versions that a newer one overtook before any replica read them."""
         return self._skipped
 
+    @property
+    def failures(self) -> int:
+        """Updates in a row that failed on some replica; 0 once one has succeeded."""
+        return self._failures
+
+    def describe(self) -> str:
+        """Who holds which version, in one line."""
+        held = ", ".join(f"{r.sink.name} serves {r.version}" for r in self._replicas)
+        failed = f", {self._failures} updates in a row failed" if self._failures else ""
+        return f"the trainer has published version {self.published_version}, {held}{failed}"
+
     async def connect(self) -> None:
-        endpoint = await self._within(self._source.endpoint(), "the trainer's weight layout")
-        self._nbytes = endpoint.layout.nbytes
-        await self._within(
-            asyncio.gather(*(sink.connect(endpoint) for sink in self._sinks)),
-            f"{len(self._sinks)} generator replicas to map {self._nbytes} bytes of weights",
-        )
+        """Once, before the first step; raises WeightSyncError when the two models do not fit each other."""
+        self._endpoint = await self._within(self._source.connect(), "the trainer's weight layout")
+        await asyncio.gather(*(self._meet(replica) for replica in self._replicas))
 
     async def publish(self, version: int) -> float:
         """Snapshots `version`; returns the seconds that the trainer stood still for it."""
         if version <= self.published_version:
             raise WeightSyncError(f"version {version} was published after {self.published_version}; versions only grow")
         begin = time.perf_counter()
-        if self._pending is not None:
+        taken, newest = self._reading, self._newest
+        if newest is not None and newest.version > self._offered:
             self._skipped += 1
-            self._pending = None
-            self._newer.clear()
-        buffer = next(b for b in range(NUM_BUFFERS) if b != self._reading)
-        await self._within(self._source.snapshot(buffer), f"the trainer's snapshot of version {version}")
+        if newest is not None and taken is None:
+            taken = newest.buffer
+        buffer = next(b for b in range(NUM_BUFFERS) if b != taken)
+        if newest is not None and newest.buffer == buffer:
+            self._newest = None  # half-written from here on
+        await self._within(self._source.snapshot(version, buffer), f"the trainer's snapshot of version {version}")
         self.published_version = version
-        self._pending = (version, buffer)
-        self._newer.set()
+        self._newest = _Snapshot(version, buffer)
+        self._wake.set()
         return time.perf_counter() - begin
 
-    async def run(self, on_applied: Callable[[Applied], Awaitable[None]]) -> None:
-        """The weight loop. Waits for a newer snapshot; returns after `close`."""
-        while True:
-            await self._newer.wait()
-            if self._closed:
-                return
-            if self._pending is None:
-                self._newer.clear()
-                continue
-            version, buffer = self._pending
-            self._pending, self._reading = None, buffer
-            self._newer.clear()
-            try:
-                results = await asyncio.gather(*(self._apply(sink, version, buffer) for sink in self._sinks))
-            finally:
-                self._reading = None
-            self.applied_version = version
-            applied = Applied(
-                version,
-                max((r.stage_s for r in results), default=0.0),
-                max((r.pause_s for r in results), default=0.0),
-                self._skipped,
-            )
-            await on_applied(applied)
+    async def join(self, sink: Sink) -> int:
+        """Takes in a replica that comes late or came back, while `run` runs; returns the version it serves then.
 
-    async def _apply(self, sink: Sink, version: int, buffer: int) -> ApplyResult:
-        what = f"{sink.name} to apply version {version} ({self._nbytes} bytes)"
+        It is to get its first request after this call. Raises what went wrong with it; the others go on.
+        """
+        joining = _Joining(sink)
+        self._joining.append(joining)
+        self._wake.set()
+        return await joining.joined
+
+    def leave(self, sink: Sink) -> None:
+        """Forgets a replica that has died: no update waits for it."""
+        self._replicas = [replica for replica in self._replicas if replica.sink is not sink]
+        self._wake.set()
+
+    async def run(self, on_applied: Callable[[Applied], Awaitable[None]]) -> None:
+        """The weight loop. Waits for a newer snapshot; returns after `close`.
+
+        Raises WeightSyncError after `max_failures` failed updates in a row.
+        """
         try:
-            return await self._within(sink.apply(version, buffer), what)
+            while True:
+                await self._wake.wait()
+                if self._closed:
+                    return
+                self._wake.clear()
+                await self._admit()
+                newest = self._newest
+                if newest is not None and any(r.version < newest.version for r in self._replicas):
+                    await self._update(newest)
+                version = min((r.version for r in self._replicas), default=self.published_version)
+                if version > self.applied_version:
+                    self.applied_version = version
+                    await on_applied(self._report(version))
+        finally:
+            for joining in self._joining:
+                joining.joined.cancel()
+
+    async def _update(self, newest: _Snapshot) -> None:
+        """Brings every replica that is behind to `newest`; a failure is raised, or leaves it behind for a retry."""
+        behind = [replica for replica in self._replicas if replica.version < newest.version]
+        self._reading = newest.buffer
+        try:
+            errors = await self._bring(behind, newest)
+        finally:
+            self._reading = None
+        if not errors:
+            self._failures = 0
+            return
+        self._failures += 1
+        if self._failures >= self._config.max_failures:
+            raise errors[0]
+        self._wake.set()
+
+    async def _bring(self, replicas: Sequence[_Replica], newest: _Snapshot) -> list[ForgeError]:
+        """Stages on all at once, flips in turn; returns what went wrong."""
+        base = self._offered if all(replica.staged == self._offered for replica in replicas) else -1
+        self._offered = newest.version
+        what = f"the trainer to offer version {newest.version}"
+        try:
+            offer = await self._within(self._source.offer(newest.version, newest.buffer, base), what)
+        except ForgeError as error:
+            return [error]
+        turns = asyncio.Semaphore(self._config.flips_at_once)
+        outcomes = await asyncio.gather(*(self._apply(replica, offer, turns) for replica in replicas))
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    async def _apply(self, replica: _Replica, offer: Offer, turns: asyncio.Semaphore) -> ForgeError | None:
+        what = f"version {offer.version} ({sum(offer.nbytes)} bytes by {self._transport})"
+        name = replica.sink.name
+        replica.staged = -1
+        try:
+            replica.stage_s = await self._within(self._transfer(replica, offer), f"{name} to stage {what}")
+            replica.staged = offer.version
+            async with turns:
+                replica.pause_s = await self._within(replica.sink.flip(offer.version), f"{name} to flip to {what}")
         except DeadlineExceeded as error:
-            raise WeightSyncError(f"{error}; it goes on serving version {self.applied_version}") from error
+            replica.epoch += 1
+            return WeightSyncError(f"{error}; it goes on serving version {replica.version}")
+        except ForgeError as error:
+            replica.epoch += 1
+            return error
+        replica.version = offer.version
+        return None
+
+    async def _transfer(self, replica: _Replica, offer: Offer) -> float:
+        offer = replace(offer, epoch=replica.epoch)
+        halves = (
+            asyncio.ensure_future(replica.sink.stage(offer)),
+            asyncio.ensure_future(self._source.send(replica.sink.name, offer)),
+        )
+        try:
+            stage_s, _ = await asyncio.gather(*halves)
+        finally:
+            for half in halves:
+                half.cancel()
+        return stage_s
+
+    async def _admit(self) -> None:
+        """Connects the replicas that want to join and brings each to the newest version before it counts."""
+        waiting, self._joining = self._joining, []
+        for joining in waiting:
+            replica = _Replica(joining.sink)
+            try:
+                await self._meet(replica)
+                while (newest := self._newest) is not None and replica.version < newest.version:
+                    self._reading = newest.buffer
+                    errors = await self._bring([replica], newest)
+                    self._reading = None
+                    if errors:
+                        raise errors[0]
+            except Exception as error:
+                self._reading = None
+                joining.joined.set_exception(error)
+            else:
+                self._replicas.append(replica)
+                joining.joined.set_result(replica.version)
+
+    async def _meet(self, replica: _Replica) -> None:
+        assert self._endpoint is not None, "connect comes first"
+        name, nbytes = replica.sink.name, self._endpoint.layout.nbytes
+        needed = await self._within(replica.sink.connect(self._endpoint), f"{name} to connect to {nbytes} bytes")
+        await self._within(self._source.add_peer(name, needed), f"the trainer to take in {name}")
+
+    def _report(self, version: int) -> Applied:
+        stage_s = max((r.stage_s for r in self._replicas), default=0.0)
+        pause_s = max((r.pause_s for r in self._replicas), default=0.0)
+        return Applied(version, stage_s, pause_s, self._skipped)
+
+    @property
+    def _transport(self) -> str:
+        return self._endpoint.transport if self._endpoint else "not connected"
 
     async def _within(self, awaitable: Awaitable[Any], what: str) -> Any:
-        return await within(self._deadline_s, what, awaitable)
+        return await within(self._config.deadline_s, what, awaitable)
 
     def close(self) -> None:
         """Lets `run` return after the apply that is under way; a version that still waits is applied nowhere."""
         self._closed = True
-        self._newer.set()
+        self._wake.set()

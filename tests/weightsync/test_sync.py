@@ -1,8 +1,9 @@
-"""Laws of publish and apply, on fakes that record who was called when."""
+"""Laws of publish, stage, flip and join, on fakes that record who was called when."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -10,45 +11,84 @@ import pytest
 import torch
 
 from forge.errors import WeightSyncError
-from weightsync.plan import make_layout
-from weightsync.publisher import Endpoint
-from weightsync.sync import Applied, ApplyResult, WeightSync
+from weightsync.config import WeightSyncConfig
+from weightsync.layout import make_layout
+from weightsync.sync import Applied, WeightSync
+from weightsync.transports.base import Endpoint, Offer
 
 
 class FakeTrainer:
+    """Two buffers that remember which version they hold, -1 while one is being written."""
+
     def __init__(self) -> None:
         self.buffers = [-1, -1]
-        self.version = 0
+        self.offers: list[Offer] = []
+        self.sent: list[tuple[str, int, int]] = []
+        self.failing: set[int] = set()
 
-    async def endpoint(self) -> Endpoint:
-        return Endpoint(make_layout([("w", (2,), torch.float32)]), ())
+    async def connect(self) -> Endpoint:
+        layout = make_layout([("w", (2,), torch.float32)])
+        return Endpoint("fake", layout, [layout], [None], 1.0)
 
-    async def snapshot(self, buffer: int) -> float:
+    async def add_peer(self, peer: str, needed: Any) -> None: ...
+
+    async def snapshot(self, version: int, buffer: int) -> float:
+        self.buffers[buffer] = -1
         await asyncio.sleep(0)
-        self.version += 1
-        self.buffers[buffer] = self.version
+        self.buffers[buffer] = version
         return 0.0
+
+    async def offer(self, version: int, buffer: int, base: int) -> Offer:
+        if version in self.failing:
+            self.failing.remove(version)
+            raise WeightSyncError(f"no checksum of version {version}")
+        self.offers.append(Offer(version, buffer, "full" if base < 0 else "delta", base, [64], [[]]))
+        return self.offers[-1]
+
+    async def send(self, peer: str, offer: Offer) -> None:
+        self.sent.append((peer, offer.version, offer.epoch))
 
 
 class FakeReplica:
-    """Reads its buffer twice, before and after it is allowed to go on; both must hold the version it was told."""
+    """Reads its buffer before and after it is allowed to go on; both must hold the version it was told."""
 
     def __init__(self, trainer: FakeTrainer, name: str = "generator_0") -> None:
         self.name, self.trainer = name, trainer
-        self.may_go_on = asyncio.Event()
+        self.may_go_on, self.may_flip = asyncio.Event(), asyncio.Event()
         self.may_go_on.set()
-        self.applied: list[int] = []
+        self.may_flip.set()
+        self.failing: list[Exception] = []
+        self.staged, self.applied = -1, [0]
+        self.flipping = False
         self._applied = asyncio.Event()
 
-    async def connect(self, endpoint: Endpoint) -> None: ...
+    async def connect(self, endpoint: Endpoint) -> list[dict[str, Any]]:
+        return [{"w": ((0, 2),)}]
 
-    async def apply(self, version: int, buffer: int) -> ApplyResult:
-        before = self.trainer.buffers[buffer]
+    async def stage(self, offer: Offer) -> float:
+        if offer.kind == "delta":
+            assert self.staged == offer.base, "a delta came to a replica that does not hold its base"
+        self.staged = -1
+        before = self.trainer.buffers[offer.buffer]
         await self.may_go_on.wait()
-        assert before == self.trainer.buffers[buffer] == version, "a buffer was overwritten while it was read"
+        await asyncio.sleep(0)
+        if self.failing:
+            raise self.failing.pop(0)
+        after = self.trainer.buffers[offer.buffer]
+        assert before == after == offer.version, "a buffer was overwritten while it was read"
+        self.staged = offer.version
+        return 0.5
+
+    async def flip(self, version: int) -> float:
+        assert self.staged == version
+        self.flipping = True
+        await asyncio.sleep(0)
+        await self.may_flip.wait()
+        self.flipping = False
+        assert version > self.applied[-1], "versions only grow"
         self.applied.append(version)
         self._applied.set()
-        return ApplyResult(0.0, 0.0)
+        return 0.001
 
     async def until(self, version: int) -> None:
         while version not in self.applied:
@@ -60,29 +100,46 @@ def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(asyncio.wait_for(scenario(), 10))
 
 
+class Running:
+    """A WeightSync whose loop runs; collects what it reports."""
+
+    def __init__(self, trainer: FakeTrainer, replicas: list[FakeReplica], **options: Any) -> None:
+        self.sync = WeightSync(trainer, replicas, WeightSyncConfig(**options))
+        self.seen: list[Applied] = []
+
+    async def __aenter__(self) -> Running:
+        await self.sync.connect()
+        self.loop = asyncio.create_task(self.sync.run(self._report))
+        return self
+
+    async def _report(self, applied: Applied) -> None:
+        self.seen.append(applied)
+
+    async def __aexit__(self, *_: object) -> None:
+        self.sync.close()
+        await self.loop
+
+
+async def turns(count: int = 20) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
 def test_a_stopped_replica_never_holds_up_a_publish_and_the_newest_version_wins() -> None:
     async def scenario() -> None:
         trainer = FakeTrainer()
         replica = FakeReplica(trainer)
-        sync = WeightSync(trainer, [replica])
-        seen: list[Applied] = []
-
-        async def on_applied(applied: Applied) -> None:
-            seen.append(applied)
-
-        loop = asyncio.create_task(sync.run(on_applied))
-        replica.may_go_on.clear()
-        for version in range(1, 11):
-            await sync.publish(version)
-            await asyncio.sleep(0)
-        replica.may_go_on.set()
-        await replica.until(10)
-        sync.close()
-        await loop
-        assert replica.applied == [1, 10]
-        assert [a.version for a in seen] == [1, 10]
-        assert sync.skipped == 8
-        assert sync.applied_version == 10
+        async with Running(trainer, [replica]) as running:
+            replica.may_go_on.clear()
+            for version in range(1, 11):
+                await running.sync.publish(version)
+                await turns(5)
+            replica.may_go_on.set()
+            await replica.until(10)
+        assert replica.applied == [0, 1, 10]
+        assert [a.version for a in running.seen] == [1, 10]
+        assert running.sync.skipped == 8
+        assert running.sync.applied_version == 10
 
     run(scenario)
 
@@ -92,42 +149,164 @@ def test_a_version_is_reported_only_when_every_replica_holds_it() -> None:
         trainer = FakeTrainer()
         fast, slow = FakeReplica(trainer, "generator_0"), FakeReplica(trainer, "generator_1")
         slow.may_go_on.clear()
-        sync = WeightSync(trainer, [fast, slow])
-        seen: list[int] = []
-
-        async def on_applied(applied: Applied) -> None:
-            seen.append(applied.version)
-
-        loop = asyncio.create_task(sync.run(on_applied))
-        await sync.publish(1)
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert fast.applied == [1]
-        assert seen == []
-        slow.may_go_on.set()
-        sync.close()
-        await loop
-        assert seen == [1]
+        async with Running(trainer, [fast, slow]) as running:
+            await running.sync.publish(1)
+            await turns()
+            assert fast.applied == [0, 1]
+            assert running.seen == []
+            slow.may_go_on.set()
+            await slow.until(1)
+        assert [a.version for a in running.seen] == [1]
+        assert running.seen[0].stage_s == 0.5
 
     run(scenario)
 
 
-def test_a_replica_that_hangs_fails_at_the_deadline_by_name() -> None:
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_replicas_flip_in_turn_and_the_others_go_on(at_once: int) -> None:
+    async def scenario() -> None:
+        trainer = FakeTrainer()
+        replicas = [FakeReplica(trainer, f"generator_{i}") for i in range(4)]
+        for replica in replicas:
+            replica.may_flip.clear()
+        async with Running(trainer, replicas, flips_at_once=at_once) as running:
+            await running.sync.publish(1)
+            await turns()
+            assert sum(r.flipping for r in replicas) == at_once
+            for replica in replicas:
+                replica.may_flip.set()
+            await asyncio.gather(*(r.until(1) for r in replicas))
+        assert [a.version for a in running.seen] == [1]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("phase", ["stage", "flip"])
+def test_a_replica_that_hangs_fails_at_the_deadline_by_name(phase: str) -> None:
     async def scenario() -> None:
         trainer = FakeTrainer()
         replica = FakeReplica(trainer, "generator_3")
-        replica.may_go_on.clear()
-        sync = WeightSync(trainer, [replica], deadline_s=0.05)
-        await sync.connect()
+        (replica.may_go_on if phase == "stage" else replica.may_flip).clear()
+        running = await Running(trainer, [replica], deadline_s=0.05).__aenter__()
+        await running.sync.publish(1)
+        match = (
+            rf"waited 0\.05 s for generator_3 to {phase} .*version 1 \(64 bytes by fake\).*it goes on serving version 0"
+        )
+        with pytest.raises(WeightSyncError, match=match):
+            await running.loop
+        assert running.seen == []
+        assert running.sync.applied_version == 0
 
-        async def on_applied(applied: Applied) -> None:
-            raise AssertionError("a failed update was reported as done")
+    run(scenario)
 
-        loop = asyncio.create_task(sync.run(on_applied))
-        await sync.publish(1)
-        with pytest.raises(WeightSyncError, match=r"0\.05 s for generator_3 to apply version 1 \(64 bytes\)"):
-            await loop
-        assert sync.applied_version == 0
+
+def test_a_failed_update_is_tried_again_with_the_newest_version_until_too_many_have_failed() -> None:
+    async def scenario() -> None:
+        trainer = FakeTrainer()
+        good, bad = FakeReplica(trainer, "generator_0"), FakeReplica(trainer, "generator_1")
+        bad.failing = [WeightSyncError("out of memory")] * 2
+        async with Running(trainer, [good, bad], max_failures=3) as running:
+            await running.sync.publish(1)
+            await bad.until(1)
+            await turns()
+            assert running.sync.failures == 0
+        assert good.applied == bad.applied == [0, 1]
+        assert [a.version for a in running.seen] == [1]
+        # A new epoch each time: whatever the failed transfer left behind belongs to the old one.
+        assert [s for s in trainer.sent if s[0] == "generator_1"] == [("generator_1", 1, e) for e in (0, 1, 2)]
+
+        bad.failing = [WeightSyncError("out of memory")] * 3
+        running = await Running(trainer, [good, bad], max_failures=3).__aenter__()
+        await running.sync.publish(2)
+        with pytest.raises(WeightSyncError, match="out of memory"):
+            await running.loop
+        assert running.seen == []
+
+    run(scenario)
+
+
+def test_an_offer_that_fails_is_tried_again() -> None:
+    async def scenario() -> None:
+        trainer = FakeTrainer()
+        trainer.failing = {1}
+        replica = FakeReplica(trainer)
+        async with Running(trainer, [replica], max_failures=2) as running:
+            await running.sync.publish(1)
+            await replica.until(1)
+        assert running.sync.applied_version == 1
+
+    run(scenario)
+
+
+def test_a_delta_is_offered_only_to_replicas_that_hold_its_base() -> None:
+    async def scenario() -> None:
+        trainer = FakeTrainer()
+        one, two = FakeReplica(trainer, "generator_0"), FakeReplica(trainer, "generator_1")
+        async with Running(trainer, [one, two], max_failures=2) as running:
+            for version in (1, 2, 3):
+                if version == 3:
+                    two.failing = [WeightSyncError("half a transfer")]
+                await running.sync.publish(version)
+                await asyncio.gather(one.until(version), two.until(version))
+                await turns()
+            await running.sync.publish(4)
+            await asyncio.gather(one.until(4), two.until(4))
+        assert [(o.version, o.base) for o in trainer.offers] == [(1, -1), (2, 1), (3, 2), (3, -1), (4, 3)]
+
+    run(scenario)
+
+
+def test_a_late_replica_holds_the_newest_version_before_it_counts() -> None:
+    async def scenario() -> None:
+        trainer = FakeTrainer()
+        first, late = FakeReplica(trainer, "generator_0"), FakeReplica(trainer, "generator_1")
+        async with Running(trainer, [first]) as running:
+            await running.sync.publish(1)
+            await first.until(1)
+            late.may_go_on.clear()
+            joining = asyncio.create_task(running.sync.join(late))
+            await turns()
+            assert not joining.done()
+            await running.sync.publish(2)  # while it is being brought to version 1
+            late.may_go_on.set()
+            assert await joining == 2
+            await first.until(2)
+            await running.sync.publish(3)
+            await asyncio.gather(first.until(3), late.until(3))
+        assert late.applied == [0, 1, 2, 3]
+        assert [a.version for a in running.seen] == [1, 2, 3]
+
+    run(scenario)
+
+
+def test_a_replica_that_cannot_join_harms_nobody() -> None:
+    async def scenario() -> None:
+        trainer = FakeTrainer()
+        first, late = FakeReplica(trainer, "generator_0"), FakeReplica(trainer, "generator_1")
+        late.failing = [WeightSyncError("no memory")]
+        async with Running(trainer, [first]) as running:
+            await running.sync.publish(1)
+            await first.until(1)
+            with pytest.raises(WeightSyncError, match="no memory"):
+                await running.sync.join(late)
+            assert await running.sync.join(late) == 1
+            await running.sync.publish(2)
+            await asyncio.gather(first.until(2), late.until(2))
+
+    run(scenario)
+
+
+def test_nobody_waits_for_a_replica_that_has_left() -> None:
+    async def scenario() -> None:
+        trainer = FakeTrainer()
+        first, dead = FakeReplica(trainer, "generator_0"), FakeReplica(trainer, "generator_1")
+        dead.failing = [WeightSyncError("killed")]
+        async with Running(trainer, [first, dead], max_failures=2) as running:
+            await running.sync.publish(1)
+            await first.until(1)
+            running.sync.leave(dead)
+            await turns()
+        assert [a.version for a in running.seen] == [1]
 
     run(scenario)
 
@@ -138,5 +317,56 @@ def test_versions_only_grow() -> None:
         await sync.publish(1)
         with pytest.raises(WeightSyncError, match="version 1 was published after 1"):
             await sync.publish(1)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_in_any_order_of_publishes_stops_failures_and_joins_no_buffer_is_torn_and_the_last_version_arrives(
+    seed: int,
+) -> None:
+    async def scenario() -> None:
+        rng = random.Random(seed)
+        trainer = FakeTrainer()
+        replicas = [FakeReplica(trainer, f"generator_{i}") for i in range(3)]
+        joins: list[asyncio.Task[int]] = []
+        version = 0
+        async with Running(trainer, replicas[:2], max_failures=1000) as running:
+            for _ in range(60):
+                replica = rng.choice(replicas)
+                match rng.choice(["publish", "publish", "stop", "go", "hold", "flip", "fail", "fail offer", "join"]):
+                    case "publish":
+                        version += 1
+                        await running.sync.publish(version)
+                    case "stop":
+                        replica.may_go_on.clear()
+                    case "go":
+                        replica.may_go_on.set()
+                    case "hold":
+                        replica.may_flip.clear()
+                    case "flip":
+                        replica.may_flip.set()
+                    case "fail":
+                        replica.failing.append(WeightSyncError("now and then"))
+                    case "fail offer":
+                        trainer.failing.add(version)
+                    case "join" if not joins:
+                        replicas[2].failing.clear()
+                        joins.append(asyncio.create_task(running.sync.join(replicas[2])))
+                await turns(rng.randrange(8))
+            replicas[2].failing.clear()
+            for replica in replicas:
+                replica.may_go_on.set()
+                replica.may_flip.set()
+            version += 1
+            await running.sync.publish(version)
+            await asyncio.gather(*(r.until(version) for r in replicas[:2]))
+            assert running.loop.done() is False
+            for join in joins:
+                await asyncio.wait([join])
+            await turns(200)
+        reported = [a.version for a in running.seen]
+        assert reported == sorted(set(reported))
+        assert reported[-1] == version == running.sync.applied_version
 
     run(scenario)

@@ -1,0 +1,241 @@
+"""LoRA adapters as weights that travel alone: which tensors, under which names, and which versions an engine holds.
+
+The base model stays where it is; a version is a few megabytes. An engine holds several versions at once, each under
+an id of its own, and a request keeps the one that it began with. An old version is given up when the last request
+that uses it has ended.
+
+Pure: knows neither PEFT nor vLLM, only the names that both give to things.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from forge.errors import ConfigError, WeightSyncError
+from weightsync.layout import clean_name
+
+ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks that vLLM makes room for; an adapter of another rank is padded with zeros up to the next one."""
+
+# PEFT: base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight
+_TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])\.(?P<adapter>[^.]+)\.weight")
+# The policy reads the head's weight itself, and a tied embedding is that same weight: an adapter on either would act
+# in the engine and not in the trainer, or the other way round.
+_UNSERVED = ("embed_tokens", "lm_head", "wte", "wpe", "embed_out")
+# Fields of PEFT's LoraConfig that change what an adapter means, and the one value of each that vLLM computes too.
+_PLAIN_LORA: Mapping[str, Any] = {
+    "use_dora": False,
+    "lora_bias": False,
+    "use_qalora": False,
+    "use_bdlora": None,
+    "arrow_config": None,
+    "kasa_config": None,
+    "monteclora_config": None,
+    "alora_invocation_tokens": None,
+    "layer_replication": None,
+    "trainable_token_indices": None,
+    "target_parameters": None,
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "bias": "none",
+    "lora_dropout": 0.0,
+}
+# Ways of starting that leave the base weights alone.
+_PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """What all versions of one adapter have in common.
+
+    `targets` are the last parts of the adapted modules' names, sorted. `tensors` are names and shapes in publishing
+    order: `<module>.A` `[rank, in]` and `<module>.B` `[out, rank]`. The adapted layer computes
+    `base(x) + scaling * B(A(x))`.
+    """
+
+    rank: int
+    alpha: float
+    rslora: bool
+    targets: tuple[str, ...]
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @property
+    def scaling(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def plain(self) -> dict[str, Any]:
+        """What an engine is told besides the layout, in the words of PEFT's `adapter_config.json`."""
+        return {
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "use_rslora": self.rslora,
+            "target_modules": list(self.targets),
+            "scaling": self.scaling,
+        }
+
+
+def adapter_parameters(
+    named: Iterable[tuple[str, torch.Tensor]], adapter: str = "default"
+) -> list[tuple[str, torch.Tensor]]:
+    """The LoRA matrices among a PEFT model's `named_parameters()`, in their order, as `<module>.A` and `<module>.B`.
+
+    Layouts of the base model leave out whatever is called `lora_`; under these names an adapter is published and
+    travels like any other set of parameters.
+
+    Raises ConfigError when there are none, when one belongs to an embedding or the head, or when a parameter outside
+    of the adapter is trained: its changes would never reach the generators.
+    """
+    found: list[tuple[str, torch.Tensor]] = []
+    for raw, tensor in named:
+        name = clean_name(raw)
+        match = _TENSOR.fullmatch(name)
+        if match is None:
+            if tensor.requires_grad:
+                raise ConfigError(
+                    f"parameter {raw} is trained, yet only the adapter's LoRA matrices travel to the generators; "
+                    "freeze it, or send all weights"
+                )
+            continue
+        if match["adapter"] != adapter:
+            continue
+        if match["module"].rpartition(".")[2] in _UNSERVED:
+            raise ConfigError(f"{match['module']} has an adapter; adapt linear layers inside the blocks only")
+        found.append((f"{match['module']}.{match['side']}", tensor))
+    if not found:
+        raise ConfigError(f"the model has no LoRA parameters of an adapter {adapter!r}; wrap it with PEFT first")
+    return found
+
+
+def adapter_spec(config: Any, parameters: Sequence[tuple[str, torch.Tensor]]) -> AdapterSpec:
+    """The spec of the adapter that PEFT's `config` (LoraConfig) made of `parameters` (from `adapter_parameters`).
+
+    Raises ConfigError naming the field where the engine would compute something else than the trainer.
+    """
+    for field, plain in _PLAIN_LORA.items():
+        value = getattr(config, field, plain)
+        if value != plain and value:
+            raise ConfigError(f"the LoRA option {field} is {value!r}; the engine serves plain LoRA, leave it {plain!r}")
+    start = getattr(config, "init_lora_weights", True)
+    if start not in _PLAIN_STARTS:
+        raise ConfigError(
+            f"the LoRA option init_lora_weights is {start!r}, which may change the base weights, and those do not "
+            f"travel; use one of {', '.join(map(repr, _PLAIN_STARTS))}"
+        )
+    engine_rank(config.r)
+    shapes = {name: tuple(tensor.shape) for name, tensor in parameters}
+    for name, shape in shapes.items():
+        if len(shape) != 2 or shape[0 if name.endswith(".A") else 1] != config.r:
+            raise ConfigError(f"{name} has shape {list(shape)}, which is not of rank {config.r}")
+    targets = {name.split(".")[-2] for name in shapes}
+    return AdapterSpec(
+        rank=config.r,
+        alpha=config.lora_alpha,
+        rslora=bool(getattr(config, "use_rslora", False)),
+        targets=tuple(sorted(targets)),
+        tensors=tuple(shapes.items()),
+    )
+
+
+def engine_tensor_name(name: str) -> str:
+    """`<module>.A` or `<module>.B` as PEFT's files and vLLM call it."""
+    module, _, side = name.rpartition(".")
+    return f"{module}.lora_{side}.weight"
+
+
+def engine_rank(rank: int) -> int:
+    """The least rank at or above `rank` that vLLM makes room for. Raises ConfigError outside of 1..512."""
+    if not 1 <= rank <= ENGINE_RANKS[-1]:
+        raise ConfigError(f"a LoRA rank must lie in 1..{ENGINE_RANKS[-1]}, got {rank}")
+    return next(r for r in ENGINE_RANKS if r >= rank)
+
+
+def adapter_id(version: int) -> int:
+    """The engine's id of the adapter of `version`: from 1 on, and never used again for anything else."""
+    return version + 1
+
+
+def adapter_name(version: int) -> str:
+    """The engine's name of it, part of the key of its prefix cache."""
+    return f"adapter-v{version}"
+
+
+class AdapterRegistry:
+    """Which versions an engine holds, and how many running requests use each. One per engine, no locks.
+
+    `capacity` versions fit. New requests get the newest. A version may go when it is not the newest and nobody uses
+    it; nothing goes by itself, so that the registry never says less than the engine holds.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 2:
+            raise ConfigError(
+                f"an engine must hold 2 adapters or more, one that serves and one to come, got {capacity}"
+            )
+        self._capacity = capacity
+        self._running: dict[int, int] = {}
+
+    @property
+    def newest(self) -> int | None:
+        """The version that new requests get; None while no adapter has come: they run on the base model."""
+        return max(self._running, default=None)
+
+    @property
+    def held(self) -> dict[int, int]:
+        """The versions in the engine, oldest first, and the number of running requests of each."""
+        return dict(sorted(self._running.items()))
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._running) < self._capacity
+
+    def add(self, version: int) -> None:
+        """`version` serves from now on. Raises WeightSyncError when it is no newer than the newest, or does not fit."""
+        newest = self.newest
+        if newest is not None and version <= newest:
+            raise WeightSyncError(f"adapter version {version} came after {newest}; versions only grow")
+        if not self.has_room:
+            raise WeightSyncError(
+                f"adapter version {version} does not fit: the engine holds {self._capacity} ({self.describe()}); "
+                "wait until the requests of an old one have ended, or hold more adapters"
+            )
+        self._running[version] = 0
+
+    def acquire(self) -> int | None:
+        """Counts one more request of the newest version and returns that; None, and no count, on the base model."""
+        version = self.newest
+        if version is not None:
+            self._running[version] += 1
+        return version
+
+    def release(self, version: int | None) -> bool:
+        """One request of `version` (from `acquire`) has ended; True when the version may go now."""
+        if version is None:
+            return False
+        running = self._running.get(version, 0)
+        if running < 1:
+            raise WeightSyncError(f"a request of adapter version {version} ended that was not counted as running")
+        self._running[version] = running - 1
+        return version in self.unused
+
+    @property
+    def unused(self) -> list[int]:
+        """The versions that may go, oldest first."""
+        newest = self.newest
+        return [version for version, running in sorted(self._running.items()) if not running and version != newest]
+
+    def drop(self, version: int) -> None:
+        """The engine has given `version` up. Raises WeightSyncError when it may not go."""
+        if version not in self.unused:
+            raise WeightSyncError(f"adapter version {version} may not be freed: the engine holds {self.describe()}")
+        del self._running[version]
+
+    def describe(self) -> str:
+        """Text for errors: every version held and its running requests."""
+        return ", ".join(f"v{version}: {running} running" for version, running in self.held.items()) or "none"
