@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint, endpoint
 
+from actors.vllm_adapters import LoraOptions
 from actors.vllm_engine import Completion, EngineOptions, Sampling, VllmEngine
 from forge.errors import ConfigError
 from forge.logprobs import MIN_TEMPERATURE
 from forge.memory import peak_rss_bytes
 from forge.mesh import within
-from weightsync.publisher import Endpoint
-from weightsync.sync import ApplyResult
+from weightsync.config import WeightSyncConfig
+from weightsync.layout import Box
+from weightsync.transports.base import Endpoint, Offer
+from weightsync.transports.rdma import RdmaReader
 
 _ABORT_AGAIN_S = 0.01
+_LOCAL_SHARE = 0.9
 _ANSWER_S = 60.0
 """How long an actor may take to answer what costs it nothing, seconds."""
 
@@ -47,6 +52,12 @@ class GeneratorConfig:
     """Bytes of KV cache of one replica; 0 lets vLLM fill the device."""
     enforce_eager: bool = True
     """Run without compilation; must be true on CPUs. On GPUs compiling costs a minute and pays in long runs."""
+    lora_rank: int = 0
+    """Largest rank of the LoRA adapters that the engine serves; 0 serves none. With them nothing but adapters travels."""
+    lora_targets: list[str] = field(default_factory=list)
+    """Modules that adapters may adapt, by the last part of their names, such as q_proj."""
+    lora_adapters: int = 4
+    """Adapter versions that the engine holds at a time; a new one waits while all have requests running."""
     start_timeout_s: float = 600.0
     """Seconds that an engine may take to start."""
     request_timeout_s: float = 600.0
@@ -67,11 +78,21 @@ class GeneratorConfig:
         for name in ("max_new_tokens", "max_num_seqs", "start_timeout_s", "request_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"generator.{name} must be > 0, got {getattr(self, name)}")
+        if self.lora_rank and (not self.lora_targets or self.lora_adapters < 2):
+            raise ConfigError(
+                f"generator.lora_rank is {self.lora_rank} with lora_targets {self.lora_targets} and lora_adapters "
+                f"{self.lora_adapters}: name at least one module, and hold at least 2 adapters"
+            )
         if self.max_model_len <= self.max_new_tokens:
             raise ConfigError(
                 f"generator.max_model_len is {self.max_model_len}, max_new_tokens {self.max_new_tokens}: "
                 "no room for a prompt; raise max_model_len"
             )
+
+    @property
+    def lora(self) -> LoraOptions | None:
+        """What the engine makes room for, if for any adapters."""
+        return LoraOptions(self.lora_rank, tuple(self.lora_targets), self.lora_adapters) if self.lora_rank else None
 
     @property
     def sampling(self) -> Sampling:
@@ -90,8 +111,12 @@ class Generator:
         seed: int,
         stop_ids: Sequence[int],
         procs: int = 1,
+        label: str = "generator",
+        sync: WeightSyncConfig | None = None,
     ) -> None:
+        sync = sync or WeightSyncConfig()
         self._config = config
+        self._label = label
         self._stop_ids = list(stop_ids)
         self._engine = VllmEngine(
             EngineOptions(
@@ -103,8 +128,14 @@ class Generator:
                 enforce_eager=config.enforce_eager,
                 tensor_parallel=procs,
                 seed=seed,
+                shadow=sync.shadow,
+                kv_mode=sync.kv,
+                lora=config.lora,
             )
         )
+        # An answer has to be back before the controller stops waiting for it.
+        self._deadline_s = _LOCAL_SHARE * sync.deadline_s
+        self._reader: RdmaReader | None = None
         self._calls = itertools.count()
         self._request_ids: dict[str, list[str]] = {}
 
@@ -163,16 +194,35 @@ class Generator:
             await self._engine.abort(ids)
             await asyncio.sleep(_ABORT_AGAIN_S)
 
-    async def connect(self, endpoint: Endpoint) -> None:
-        await self._engine.connect(endpoint)
+    async def connect(self, endpoint: Endpoint) -> list[dict[str, Box]]:
+        """Reaches for the trainer; returns what each worker of the engine reads of every parameter."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+        if endpoint.transport == "rdma":
+            self._reader = RdmaReader(endpoint)
+            endpoint = self._reader.local
+        return await within(self._deadline_s, f"{self._label} to connect", self._engine.connect(endpoint, self._label))
 
-    async def apply(self, version: int, buffer: int) -> ApplyResult:
-        """Stages `version` behind decoding, then flips to it. On failure the old version goes on serving."""
-        stage_s = await self._engine.stage(version, buffer)
-        return ApplyResult(stage_s, await self._engine.flip(version))
+    async def stage(self, offer: Offer) -> float:
+        """Brings a version beside the live weights, behind decoding; returns its seconds."""
+        begin = time.perf_counter()
+        await within(self._deadline_s, f"{self._label} to stage version {offer.version}", self._stage(offer))
+        return time.perf_counter() - begin
+
+    async def _stage(self, offer: Offer) -> None:
+        if self._reader is not None:
+            offer = await self._reader.read(offer)
+        await self._engine.stage(offer)
+
+    async def flip(self, version: int) -> float:
+        """Makes the staged version live; returns the seconds that nothing decoded. On failure the old one serves."""
+        return await within(self._deadline_s, f"{self._label} to flip to version {version}", self._engine.flip(version))
 
     def shutdown(self) -> None:
         self._engine.shutdown()
+        if self._reader is not None:
+            self._reader.close()
 
 
 class GeneratorActor(Actor):
@@ -200,12 +250,16 @@ class GeneratorActor(Actor):
         await self._generator.abort(request_id)
 
     @concurrent_endpoint
-    async def connect(self, endpoint: Endpoint) -> None:
-        await self._generator.connect(endpoint)
+    async def connect(self, endpoint: Endpoint) -> list[dict[str, Box]]:
+        return await self._generator.connect(endpoint)
 
     @concurrent_endpoint
-    async def apply(self, version: int, buffer: int) -> ApplyResult:
-        return await self._generator.apply(version, buffer)
+    async def stage(self, offer: Offer) -> float:
+        return await self._generator.stage(offer)
+
+    @concurrent_endpoint
+    async def flip(self, version: int) -> float:
+        return await self._generator.flip(version)
 
     @endpoint
     async def peak_memory(self) -> int:
@@ -227,20 +281,28 @@ class Replica:
         self.mesh = mesh
         self.config = config
         self.running = 0
+        self.flipping = False
 
     async def setup(self, warm_up: Sequence[int] = ()) -> None:
         deadline_s = 2 * self.config.start_timeout_s + _ANSWER_S
         await within(deadline_s, f"{self.name} to start its engine", self.mesh.setup.call_one(warm_up))
 
-    async def connect(self, endpoint: Endpoint) -> None:
-        await self.mesh.connect.call_one(endpoint)
+    async def connect(self, endpoint: Endpoint) -> list[dict[str, Box]]:
+        return await self.mesh.connect.call_one(endpoint)
 
-    async def apply(self, version: int, buffer: int) -> ApplyResult:
-        return await self.mesh.apply.call_one(version, buffer)
+    async def stage(self, offer: Offer) -> float:
+        return await self.mesh.stage.call_one(offer)
+
+    async def flip(self, version: int) -> float:
+        self.flipping = True
+        try:
+            return await self.mesh.flip.call_one(version)
+        finally:
+            self.flipping = False
 
 
 class Generators:
-    """All replicas; a request goes to the one with the fewest sequences running."""
+    """All replicas; a request goes to the one with the fewest sequences running, and to none that is about to flip."""
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self.replicas = list(replicas)
@@ -248,7 +310,7 @@ class Generators:
     async def generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], max_new_tokens: int | None = None
     ) -> list[Completion]:
-        replica = min(self.replicas, key=lambda r: r.running)
+        replica = min(self.replicas, key=lambda r: (r.flipping, r.running))
         replica.running += len(prompts)
         call = replica.mesh.generate.call_one(prompts, seeds, max_new_tokens)
         try:

@@ -7,6 +7,7 @@ gradient does not depend on how a batch was cut.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from actors.packing import MicroBatch, empty_micro_batch, micro_batches
 from forge.errors import ConfigError
 from forge.losses import LossConfig, LossInput, Metrics, add_metrics, compute_loss, denominator, metric_means
 from forge.memory import peak_rss_bytes
-from weightsync.publisher import Endpoint, Publisher
+from weightsync.config import WeightSyncConfig
+from weightsync.publisher import Publisher
+from weightsync.transports.base import Endpoint
 
 
 @dataclass
@@ -148,6 +151,8 @@ class Trainer:
                 f"the gradient norm of step {self.policy_version + 1} is {norm_value}; the weights are unchanged. "
                 "Lower trainer.lr or look at the batch's rewards and log-probs"
             )
+        if self._publisher is not None:
+            self._publisher.before_update()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.policy_version += 1
@@ -201,32 +206,31 @@ class Trainer:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return int(tensor)
 
-    def connect(self, dtype: str) -> Endpoint:
-        """Creates (rank 0) or maps the weight segments; `dtype` is the generators'."""
-        refs: list[Any] = [None]
-        if self.rank == 0:
-            self._publisher = self._make_publisher(dtype, None)
-            refs = [self._publisher.endpoint.segments]
-        if self.world > 1:
-            dist.broadcast_object_list(refs, src=0)
-        if self.rank != 0:
-            self._publisher = self._make_publisher(dtype, refs[0])
-        assert self._publisher is not None
+    def connect(self, dtype: str, sync: WeightSyncConfig, transport: str, folder: str = "") -> Endpoint:
+        """Lays out what this rank publishes, for generators of `dtype`; all ranks call it at the same time."""
+        self._publisher = Publisher(
+            [*self.policy.hf.named_parameters(), *_persistent_buffers(self.policy.hf)],
+            getattr(torch, dtype),
+            sync,
+            transport=transport,
+            model_type=self.policy.hf.config.model_type,
+            rank=self.rank,
+            gather=self._gather,
+            folder=folder,
+        )
         return self._publisher.endpoint
 
-    def _make_publisher(self, dtype: str, segments: Any) -> Publisher:
-        return Publisher(
-            self.policy.hf.named_parameters(),
-            getattr(torch, dtype),
-            rank=self.rank,
-            world=self.world,
-            segments=segments,
-        )
+    def _gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(values, value)
+        return values
 
-    def snapshot(self, buffer: int) -> float:
-        """Copies this rank's weights into weight segment `buffer`; returns the seconds."""
-        assert self._publisher is not None, "connect comes before snapshot"
-        return self._publisher.snapshot(buffer)
+    @property
+    def publisher(self) -> Publisher:
+        """What makes snapshots of this rank's weights, and sends them."""
+        assert self._publisher is not None, "connect comes first"
+        return self._publisher
 
     def save(self, folder: str, source: str) -> None:
         """Writes a Hugging Face checkpoint (safetensors, config, tokenizer) that appears whole or not at all.
@@ -249,6 +253,14 @@ class Trainer:
     def close(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
+
+
+def _persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a checkpoint holds besides parameters, such as the routers' biases of some mixtures of experts."""
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(path, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
 
 
 def _solo_process_group(device: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from monarch.actor import Actor, context, endpoint
+from monarch.actor import Actor, concurrent_endpoint, context, endpoint
 
 from actors.trainer import ModelSpec, StepResult, Trainer, TrainerConfig, process_group_backend
 from forge import channel
@@ -20,9 +21,14 @@ from forge.errors import ConfigError
 from forge.launch import NODE_IP_ENV
 from forge.losses import LossConfig
 from forge.mesh import within
-from weightsync.publisher import Endpoint
+from weightsync.config import WeightSyncConfig
+from weightsync.publisher import Publisher, combine
+from weightsync.sync import Needed
+from weightsync.transports.base import Endpoint, Offer, RankOffer
 
 T = TypeVar("T")
+_TRANSFERS = 8
+"""Replicas that a rank sends to at the same time."""
 
 
 class TrainerActor(Actor):
@@ -36,9 +42,13 @@ class TrainerActor(Actor):
         self._trainer: Trainer | None = None
         # One thread for good: memory that a step frees is found again by the next one.
         self._thread = ThreadPoolExecutor(1, "trainer")
+        # Checksums, deltas and transfers run beside it, and never in its way.
+        self._behind = ThreadPoolExecutor(_TRANSFERS, "weights")
 
-    async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+    async def _run(self, work: Callable[[], T], thread: ThreadPoolExecutor | None = None) -> T:
+        # Monarch's calls find their actor in the context.
+        context = contextvars.copy_context()
+        return await asyncio.get_running_loop().run_in_executor(thread or self._thread, lambda: context.run(work))
 
     @property
     def _ready(self) -> Trainer:
@@ -66,21 +76,43 @@ class TrainerActor(Actor):
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         return Trainer(*self._arguments, rank=self._rank, world=self._world, seed=self._seed)
 
-    @endpoint
+    # Concurrent endpoints, all of them: a transfer starts while a step runs. One thread keeps their order.
+
+    @concurrent_endpoint
     async def step(self, shards: Sequence[Any]) -> StepResult:
         """`shards[rank]` is the handle of this rank's share of the batch."""
         trainer = self._ready
         return await self._run(lambda: trainer.step(channel.open(shards[trainer.rank])))
 
-    @endpoint
-    async def connect(self, dtype: str) -> Endpoint:
-        return await self._run(lambda: self._ready.connect(dtype))
+    @concurrent_endpoint
+    async def connect(self, dtype: str, sync: WeightSyncConfig, transport: str, folder: str) -> Endpoint:
+        return await self._run(lambda: self._ready.connect(dtype, sync, transport, folder))
 
-    @endpoint
-    async def snapshot(self, buffer: int) -> float:
-        return await self._run(lambda: self._ready.snapshot(buffer))
+    @concurrent_endpoint
+    async def snapshot(self, version: int, buffer: int) -> float:
+        return await self._run(lambda: self._ready.publisher.snapshot(version, buffer))
 
-    @endpoint
+    @concurrent_endpoint
+    async def add_peer(self, peer: str, needed: Needed) -> None:
+        self._ready.publisher.add_peer(peer, needed)
+
+    @concurrent_endpoint
+    async def offer(self, version: int, buffer: int, base: int) -> RankOffer:
+        return await self._behind_training(lambda publisher: publisher.offer(version, buffer, base))
+
+    @concurrent_endpoint
+    async def prepare(self, offer: Offer) -> dict[str, Any]:
+        return await self._behind_training(lambda publisher: publisher.prepare(offer))
+
+    @concurrent_endpoint
+    async def send(self, peer: str, offer: Offer) -> None:
+        await self._behind_training(lambda publisher: publisher.send(peer, offer))
+
+    async def _behind_training(self, work: Callable[[Publisher], T]) -> T:
+        publisher = self._ready.publisher
+        return await self._run(lambda: work(publisher), self._behind)
+
+    @concurrent_endpoint
     async def save(self, folder: str, source: str) -> None:
         await self._run(lambda: self._ready.save(folder, source))
 
@@ -92,10 +124,21 @@ class TrainerActor(Actor):
 class TrainerMesh:
     """All ranks of the trainer as the controller sees them; the source of weight sync."""
 
-    def __init__(self, mesh: Any, config: TrainerConfig, world: int, publish_dtype: str) -> None:
+    def __init__(
+        self,
+        mesh: Any,
+        config: TrainerConfig,
+        world: int,
+        publish_dtype: str,
+        sync: WeightSyncConfig | None = None,
+        *,
+        transport: str = "memory",
+        folder: str = "",
+    ) -> None:
         if world < 1:
             raise ConfigError(f"the trainer needs at least one process, got {world}")
         self._mesh, self._config, self._publish_dtype = mesh, config, publish_dtype
+        self._sync, self._transport, self._folder = sync or WeightSyncConfig(), transport, folder
         self.world = world
 
     async def setup(self) -> None:
@@ -115,12 +158,30 @@ class TrainerMesh:
         results = [result for _, result in await within(self._config.step_timeout_s, "an optimizer step", call)]
         return replace(results[0], peak_rss_bytes=sum(r.peak_rss_bytes for r in results))
 
-    async def endpoint(self) -> Endpoint:
-        results = [result for _, result in await self._mesh.connect.call(self._publish_dtype)]
-        return results[0]
+    async def connect(self) -> Endpoint:
+        """All ranks lay out what they publish; `WeightSync` calls this once."""
+        call = self._mesh.connect.call(self._publish_dtype, self._sync, self._transport, self._folder)
+        (_, self._endpoint), *_ = await call
+        return self._endpoint
 
-    async def snapshot(self, buffer: int) -> float:
-        return max(seconds for _, seconds in await self._mesh.snapshot.call(buffer))
+    async def add_peer(self, peer: str, needed: Needed) -> None:
+        await self._mesh.add_peer.call(peer, needed)
+
+    async def snapshot(self, version: int, buffer: int) -> float:
+        return max(seconds for _, seconds in await self._mesh.snapshot.call(version, buffer))
+
+    async def offer(self, version: int, buffer: int, base: int) -> Offer:
+        """What receivers are told of a snapshot, put together from all ranks; runs behind training."""
+        shares = [share for _, share in await self._mesh.offer.call(version, buffer, base)]
+        offer = combine(shares, self._endpoint, version, buffer, base)
+        if self._transport == "file":
+            (_, where), *_ = await self._mesh.prepare.call(offer)
+            offer = replace(offer, where=where)
+        return offer
+
+    async def send(self, peer: str, offer: Offer) -> None:
+        if self._transport == "collective":
+            await self._mesh.send.call(peer, offer)
 
     async def save(self, folder: str, source: str) -> None:
         call = self._mesh.save.call(folder, source)

@@ -7,25 +7,37 @@ distribution that was sampled from (after temperature, top-k, top-p).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
+from actors.vllm_adapters import EngineAdapters, LoraOptions, lora_request
 from forge.child import scratch_folder
 from forge.errors import ConfigError, WeightSyncError
-from weightsync.publisher import Endpoint
+from weightsync.config import KvMode
+from weightsync.layout import Box
+from weightsync.transports.base import Endpoint, Offer
 
 _POLL_S = 0.005
+_HEALTH_S = 1.0
+"""How often a wait for the engine looks whether it lives, seconds."""
+_SHUTDOWN_S = 20.0
+"""How long the engine's processes may take to end by themselves, seconds; killed ones leave semaphores behind."""
+_GOLDEN = 0x9E3779B1
 _BATCHED_TOKENS = 8192
 """Tokens of one forward pass at most: prompts that enter, and one token of each running request."""
 
 
-@dataclass(frozen=True)
+T = TypeVar("T")
+
+
+@dataclass
 class Completion:
     """What one request produced: `token_ids`, and along them the sampled `logprobs` and policy `versions`.
 
@@ -36,6 +48,13 @@ class Completion:
     logprobs: list[float]
     versions: list[int]
     finish_reason: str
+
+    def extend(self, part: Completion) -> None:
+        """Goes on with what another request has continued this one by."""
+        self.token_ids += part.token_ids
+        self.logprobs += part.logprobs
+        self.versions += part.versions
+        self.finish_reason = part.finish_reason
 
 
 @dataclass(frozen=True)
@@ -50,6 +69,9 @@ class EngineOptions:
     enforce_eager: bool
     tensor_parallel: int
     seed: int
+    shadow: bool = True
+    kv_mode: KvMode = "keep"
+    lora: LoraOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +91,18 @@ class VllmEngine:
         self._ids = itertools.count()
         self._engine: Any = None
         self._version = 0
+        self._running: dict[str, str] = {}
+        self._interrupted: set[str] = set()
+        self._left = asyncio.Event()
+        self._open = asyncio.Event()
+        self._open.set()
+        # Why the weights are a mix of two versions, until a whole one comes; and how often that has happened.
+        self._broken, self._breaks = "", 0
+        self.kv_mode = config.kv_mode
+        self.adapters: EngineAdapters | None = None
+        """With LoRA: the adapters, which are all that travels then."""
+        self.why_no_shadow = ""
+        """Why updates load into the live model while decoding is paused; "" where they flip."""
         # Who has no place in the engine waits here: a request takes the version that serves when it enters.
         self._places = asyncio.Semaphore(config.max_num_seqs)
 
@@ -81,6 +115,10 @@ class VllmEngine:
         if c.tensor_parallel == 1:
             # Without it vLLM forks the worker off the engine process on CPUs: one hop more for every step.
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        else:
+            # On CPUs "auto" binds each worker to a NUMA node of its own, and does not start where there are fewer.
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -98,14 +136,35 @@ class VllmEngine:
             disable_log_stats=True,
             use_tqdm_on_load=False,
             async_scheduling=False,  # a step in flight during a flip would carry the wrong version
-            worker_extension_cls="weightsync.receiver.WeightReceiver",
+            worker_extension_cls="weightsync.worker.receiver.WeightReceiver",
+            weight_transfer_config=WeightTransferConfig(backend="forge"),
             # On CPUs vLLM dies of a seeded request whose prompt is cut in two: it cannot rewind the generator.
             enable_chunked_prefill=torch.cuda.is_available(),
             max_num_batched_tokens=max(c.max_model_len, _BATCHED_TOKENS),
+            **(c.lora.engine_arguments() if c.lora else {}),
         )
         self._engine = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
-        await self._engine.collective_rpc("forge_start")
+        self.why_no_shadow = (await self._call("forge_start", c.shadow and c.lora is None))[0]
+        if c.lora:
+            self.adapters = EngineAdapters(self._call, c.lora.adapters)
         await self._engine.update_weight_version("0")
+
+    async def _call(self, method: str, *arguments: Any) -> list[Any]:
+        """Calls `method` of the receiver in every worker. Raises WeightSyncError when one of them raises."""
+        return await self._answer(self._engine.collective_rpc(method, args=arguments), method)
+
+    async def _answer(self, call: Awaitable[T], what: str) -> T:
+        """The engine's answer. It never comes from an engine that has died, which its own calls do not notice."""
+        answer = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait([answer], timeout=_HEALTH_S))[0]:
+                if self._engine.errored:
+                    raise self._engine.dead_error
+            if isinstance(error := answer.exception(), Exception) and not self._engine.errored:
+                raise WeightSyncError(f"{what} failed in the engine: {error}") from error
+            return answer.result()
+        finally:
+            answer.cancel()
 
     async def generate(
         self,
@@ -119,9 +178,11 @@ class VllmEngine:
     ) -> Completion:
         """Continues one prompt `[tokens]` by at most `max_tokens`; cancelling the call aborts the request.
 
-        `abort(request_id)` ends it early with what it has, `finish_reason` "abort".
+        `abort(request_id)` ends it early with what it has, `finish_reason` "abort". An update that aborts running
+        requests (`kv_mode` "abort") does not end it: it goes on from its tokens, under the new weights.
 
-        Raises ConfigError when the prompt leaves no room for a token.
+        Raises ConfigError when the prompt leaves no room for a token, WeightSyncError when an update has broken the
+        engine.
         """
         room = self._config.max_model_len - len(prompt)
         if room < 1:
@@ -129,14 +190,36 @@ class VllmEngine:
                 f"a prompt has {len(prompt)} tokens, generator.max_model_len is {self._config.max_model_len}; "
                 "raise it or shorten the prompt"
             )
+        name, limit = request_id or f"r{next(self._ids)}", min(max_tokens, room)
+        whole = Completion([], [], [], "abort")
+        async with self._places:
+            while True:
+                await self._open.wait()
+                part = await self._run(name, [*prompt, *whole.token_ids], sampling, limit, seed, stop_ids)
+                whole.extend(part)
+                limit -= len(part.token_ids)
+                interrupted = name in self._interrupted and part.finish_reason == "abort"
+                self._interrupted.discard(name)
+                if not interrupted or limit < 1:
+                    return whole
+                # Its own stream of random numbers from here on: the old one would begin anew.
+                seed = (seed + _GOLDEN * len(whole.token_ids)) % (1 << 31)
+
+    async def _run(
+        self, name: str, prompt: list[int], sampling: Sampling, limit: int, seed: int, stop_ids: Sequence[int]
+    ) -> Completion:
+        """One request to the engine, from now on under the version that serves now."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        if self._broken:
+            raise WeightSyncError(self._broken)
+        breaks = self._breaks
         parameters = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            max_tokens=min(max_tokens, room),
+            max_tokens=limit,
             seed=seed,
             logprobs=0,
             stop_token_ids=list(stop_ids),
@@ -144,74 +227,161 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+        # Salted by version: no block of an older version's prefix cache serves a newer one.
+        request = {"prompt_token_ids": prompt, "cache_salt": f"v{self._version}"}
+        running = self._running[name] = f"{name}.{next(self._ids)}"
         final = None
-        async with self._places:
-            # Salted by version: no block of an older version's prefix cache serves a newer one.
-            request = {"prompt_token_ids": list(prompt), "cache_salt": f"v{self._version}"}
-            async for output in self._engine.generate(request, parameters, request_id or f"r{next(self._ids)}"):
-                final = output
+        try:
+            with self.adapters.use() if self.adapters else contextlib.nullcontext() as adapter:
+                lora = lora_request(adapter)
+                async for output in self._engine.generate(request, parameters, running, lora_request=lora):
+                    final = output
+        finally:
+            del self._running[name]
+            self._left.set()
+        if self._breaks != breaks:
+            raise WeightSyncError(self._broken or "while this request ran the weights were a mix of two versions")
         assert final is not None, "the engine ended a request without an output"
-        return _completion(final.outputs[0])
+        return _completion(final.outputs[0], adapter)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ends running requests early; unknown and finished ones are ignored."""
-        await self._engine.abort(list(request_ids))
+        self._interrupted.difference_update(request_ids)
+        await self._engine.abort([self._running[name] for name in request_ids if name in self._running])
 
-    async def connect(self, endpoint: Endpoint) -> None:
-        """Tells the worker where versions come from. Raises WeightSyncError listing names that do not pair up."""
-        segments = [asdict(ref) for ref in endpoint.segments]
-        for problem in await self._engine.collective_rpc("forge_connect", args=(endpoint.layout.plain(), segments)):
-            if problem:
-                raise WeightSyncError(problem)
+    async def connect(self, endpoint: Endpoint, peer: str) -> list[dict[str, Box]]:
+        """Tells the workers where versions come from; returns what each of them reads of every parameter.
 
-    async def stage(self, version: int, buffer: int) -> float:
-        """Loads `version` beside the live weights while decoding goes on; returns its seconds.
+        Raises WeightSyncError listing names that do not pair up.
+        """
+        if (endpoint.adapter is not None) != (self.adapters is not None):
+            raise WeightSyncError(
+                f"the trainer publishes {'an adapter' if endpoint.adapter else 'all weights'}, the engine was started "
+                f"{'with' if self.adapters else 'without'} LoRA; set both sides alike"
+            )
+        answers = await self._call("forge_connect", endpoint.plain(), peer)
+        if problem := next((answer["problem"] for answer in answers if answer["problem"]), ""):
+            raise WeightSyncError(problem)
+        needed = answers[0]["needed"]
+        return [{name: tuple((a, b) for a, b in box) for name, box in worker.items()} for worker in needed]
+
+    async def stage(self, offer: Offer) -> float:
+        """Brings the offered version to the workers while decoding goes on, into their shadow models where they have
+        them; returns its seconds.
 
         Raises WeightSyncError with the worker's traceback; the live weights are untouched then.
         """
-        await self._engine.collective_rpc("forge_stage", args=(version, buffer))
+        if self.adapters:
+            return await self.adapters.stage(offer)
+        await self._call("forge_stage", offer.plain())
         while True:
             await asyncio.sleep(_POLL_S)
-            states = await self._engine.collective_rpc("forge_staged")
+            states = await self._call("forge_staged")
             failed = next((s for s in states if s["state"] == "failed"), None)
             if failed is not None:
                 raise WeightSyncError(
-                    f"version {version} could not be staged, version {self._version} goes on serving:\n"
+                    f"version {offer.version} could not be staged, version {self._version} goes on serving:\n"
                     f"{failed['error']}"
                 )
             if all(s["state"] == "ready" for s in states):
                 return max(s["stage_s"] for s in states)
 
     async def flip(self, version: int) -> float:
-        """Makes the staged `version` live between two decode steps; returns the seconds nothing decoded."""
-        old, begin = self._version, time.perf_counter()
-        pauses = self._config.tensor_parallel > 1
+        """Makes the staged `version` live between two decode steps; returns the seconds nothing decoded.
+
+        Whatever happens, nothing is left paused. Raises WeightSyncError; where that may have left a mix of two versions
+        the engine answers every request with it until a whole version comes.
+        """
+        if self.adapters:
+            return await self.adapters.flip(version)
+        old = self._version
+        async with self._quiet() as begin:
+            try:
+                # Requests built from here on reach the engine after the flip: they may share the new prefix cache.
+                self._version = version
+                pause_s = await self._make_live(version)
+            except BaseException as error:
+                self._version = old
+                why = self._broken or f"version {version} could not be made live, {old} goes on:\n{error}"
+                raise WeightSyncError(why) from error
+        return time.perf_counter() - begin if begin else pause_s
+
+    async def _make_live(self, version: int) -> float:
+        """The flip itself, or the load where there is no shadow; returns its seconds."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        begin, alone = time.perf_counter(), self._config.tensor_parallel == 1
         try:
-            # Requests built from here on reach the engine after the flip: they may share the new prefix cache.
-            self._version = version
-            if pauses:
-                await self._engine.pause_generation(mode="keep", clear_cache=False)
-            results = await self._engine.collective_rpc("forge_flip", args=(version,))
-            if not all(result["labelled"] for result in results):
-                assert pauses, "the engine was not among the flip's callers; tokens would carry the old version"
-                await self._engine.update_weight_version(str(version))
-        except BaseException:
-            self._version = old
+            if self.why_no_shadow:
+                load = WeightTransferUpdateRequest({"version": version})
+                await self._answer(self._engine.start_weight_update(), "start_weight_update")
+                await self._answer(self._engine.update_weights(load), "update_weights")
+                await self._answer(self._engine.finish_weight_update(str(version)), "finish_weight_update")
+                pause_s = time.perf_counter() - begin
+            else:
+                results = await self._call("forge_flip", version)
+                if not all(result["labelled"] for result in results):
+                    assert not alone, "the engine was not among the flip's callers; tokens would carry the old version"
+                    await self._engine.update_weight_version(str(version))
+                pause_s = float(max(result["pause_s"] for result in results))
+            self._broken = ""
+            return pause_s
+        except BaseException as error:
+            # A single worker exchanges all or nothing; several, or a load into the live model, may stop half-way.
+            if self.why_no_shadow or not alone:
+                self._breaks += 1
+                self._broken = (
+                    f"an update to version {version} stopped half-way, the weights are of two versions: {error}"
+                )
             raise
-        finally:
-            if pauses:
-                await self._engine.resume_generation()
-        return time.perf_counter() - begin if pauses else max(result["pause_s"] for result in results)
+
+    @contextlib.asynccontextmanager
+    async def _quiet(self) -> AsyncIterator[float]:
+        """Inside, the weights may be exchanged: what runs is treated as `kv_mode` says. Yields since when nothing
+        decodes, 0.0 when it goes on up to the exchange. Everything goes on afterwards.
+        """
+        mode = self.kv_mode
+        if mode in ("drain", "abort"):
+            self._open.clear()
+            try:
+                begin = time.perf_counter()
+                while self._running:
+                    if mode == "abort":
+                        # Again until they are gone: the engine ignores requests that are still on their way to it.
+                        self._interrupted.update(self._running)
+                        await self._engine.abort(list(self._running.values()))
+                    await self._someone_left(_POLL_S if mode == "abort" else None)
+                yield begin if mode == "abort" else time.perf_counter()
+            finally:
+                self._open.set()
+        elif mode == "recompute" or self.why_no_shadow or self._config.tensor_parallel > 1:
+            begin = time.perf_counter()
+            try:
+                pause = self._engine.pause_generation(mode="keep", clear_cache=mode == "recompute")
+                await self._answer(pause, "pause_generation")
+                yield begin
+            finally:
+                await self._answer(self._engine.resume_generation(), "resume_generation")
+        else:
+            yield 0.0
+
+    async def _someone_left(self, timeout_s: float | None) -> None:
+        self._left.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._left.wait()
 
     def shutdown(self) -> None:
         if self._engine is not None:
-            self._engine.shutdown()
+            self._engine.shutdown(timeout=_SHUTDOWN_S)
             self._engine = None
 
 
-def _completion(output: Any) -> Completion:
+def _completion(output: Any, adapter: int | None) -> Completion:
     tokens = list(output.token_ids)
     logprobs = [entry[token].logprob for entry, token in zip(output.logprobs or [], tokens, strict=True)]
+    if adapter is not None:
+        return Completion(tokens, logprobs, [adapter] * len(tokens), output.finish_reason or "abort")
     versions = [-1] * len(tokens)
     for span in output.weight_versions or []:
         versions[span.start : span.end] = [int(span.version)] * (span.end - span.start)

@@ -18,6 +18,7 @@ from forge.placement import MeshConfig, Placement, place
 from forge.registry import lookup
 from forge.report import RunConfig, check_run
 from replay.service import ReplayConfig
+from weightsync.config import WeightSyncConfig
 
 DEFAULT_PRESET = Path(__file__).with_name("smollm2.yaml")
 
@@ -83,12 +84,15 @@ class AppConfig:
     """What the trainer minimises."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """The optimizer."""
+    weightsync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    """How new weights reach the generators."""
 
     def validate(self) -> None:
         """Raises ConfigError before any process starts."""
         check_model(self.model)
         check_run(self.run)
-        for section in (self.data, self.generator, self.reward, self.grpo, self.trainer, self.loss):
+        sections = (self.data, self.generator, self.reward, self.grpo, self.trainer, self.loss, self.weightsync)
+        for section in sections:
             section.validate()
         if self.generator.max_model_len > self.trainer.microbatch_tokens:
             raise ConfigError(

@@ -37,6 +37,10 @@ class Run:
     episodes: list[EpisodeRecord] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
 
+    async def why_waiting(self) -> str:
+        """What the train loop waits for, when it waits long."""
+        return f"waiting for a batch: {await self.actors.replay.why_waiting()}; {self.actors.sync.describe()}"
+
 
 async def rollout_loop(run: Run) -> None:
     """Waits for a free slot; unblocked when the generators hold newer weights."""
@@ -67,7 +71,7 @@ async def train_loop(run: Run) -> None:
     actors, meter, version = run.actors, run.meter, 0
     while version < run.cfg.trainer.steps:
         with meter.timed("time/wait_batch_s"):
-            batch = await actors.replay.sample(version, actors.trainer.world)
+            batch = await run.log.patiently(actors.replay.sample(version, actors.trainer.world), run.why_waiting)
         if batch is None:
             break
         with meter.timed("time/step_s"):
@@ -99,7 +103,7 @@ async def main(cfg: AppConfig, hosts: Hosts, stopping: Stopping) -> None:
     with RunLog(cfg.run, yaml, cfg.trainer.steps, name=cfg.model, live=live) as log:
         async with Cluster(hosts, placement, debug=cfg.mesh.debug) as cluster:
             with stopping.at_once():
-                run = Run(cfg, await spawn_actors(cfg, cluster, log.note), log)
+                run = Run(cfg, await spawn_actors(cfg, cluster, log.folder.path, log.note), log)
             await train(run, cluster, stopping)
     log.print_table(run.memory)
 

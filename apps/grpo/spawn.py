@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig
@@ -21,6 +22,7 @@ from apps.grpo.models import resolve_model
 from forge.data import PromptStream, load_task, make_encoder
 from forge.mesh import Cluster
 from replay.actor import ReplayActor, ReplayClient
+from weightsync import transports
 from weightsync.sync import WeightSync
 
 # vLLM and what it loads tell a user of this app nothing that is theirs to act on.
@@ -57,9 +59,9 @@ class Actors:
 
 
 async def spawn_actors(
-    cfg: AppConfig, cluster: Cluster, note: Callable[[str], None], reward: Rewards | None = None
+    cfg: AppConfig, cluster: Cluster, folder: Path, note: Callable[[str], None], reward: Rewards | None = None
 ) -> Actors:
-    """All actors of the run, set up side by side. `note` is told what is being waited for.
+    """All actors of the run in `folder`, set up side by side. `note` is told what is being waited for.
 
     A `reward` of the caller's own takes the place of the configured functions, whose actor is not spawned then.
     """
@@ -72,9 +74,13 @@ async def spawn_actors(
     sampling = cfg.generator.sampling
     spec = ModelSpec(model, dtype, cluster.device, sampling.temperature, sampling.top_p, sampling.top_k)
 
+    same_host = cluster.same_host("trainer", "generator")
+    transport = transports.choose(cfg.weightsync.transport, same_host=same_host, device=_staging(cfg, spec), note=note)
+    if cfg.weightsync.delta and (spec.dtype == "float32" or transport in transports.MAPPED):
+        note(f"weightsync.delta saves nothing here: {spec.dtype} weights by {transport}; all of them travel")
     note(f"starting the actors ({dtype} on {cluster.device}); an engine takes 15 to 40 s")
     async with asyncio.TaskGroup() as tasks:
-        trainer = tasks.create_task(_start_trainer(cfg, cluster, spec))
+        trainer = tasks.create_task(_start_trainer(cfg, cluster, spec, transport, folder))
         stop = stop_ids(tokenizer, model)
         replicas = [
             tasks.create_task(_start_generator(cfg, cluster, spec, index, stop, prompts.peek().token_ids))
@@ -84,7 +90,7 @@ async def spawn_actors(
         rewards = tasks.create_task(_start_reward(cfg, cluster, reward))
         reference = tasks.create_task(_start_reference(cfg, cluster, spec)) if cfg.loss.kl_weight else None
     generators = Generators([task.result() for task in replicas])
-    sync = WeightSync(trainer.result(), generators.replicas)
+    sync = WeightSync(trainer.result(), generators.replicas, cfg.weightsync)
     await sync.connect()
     return Actors(
         model=model,
@@ -100,10 +106,22 @@ async def spawn_actors(
     )
 
 
-async def _start_trainer(cfg: AppConfig, cluster: Cluster, spec: ModelSpec) -> TrainerMesh:
+def _staging(cfg: AppConfig, spec: ModelSpec) -> str:
+    """The kind of device that the trainer's snapshots lie on."""
+    return spec.device if cfg.weightsync.staging == "device" else "cpu"
+
+
+def _weights_folder(cfg: AppConfig, folder: Path) -> str:
+    return cfg.weightsync.folder or str((folder / "weights").absolute())
+
+
+async def _start_trainer(
+    cfg: AppConfig, cluster: Cluster, spec: ModelSpec, transport: str, folder: Path
+) -> TrainerMesh:
     world = cluster.procs("trainer")
     mesh = await cluster.spawn("trainer", TrainerActor, cfg.trainer, cfg.loss, spec, world=world, seed=cfg.seed)
-    trainer = TrainerMesh(mesh, cfg.trainer, world, spec.dtype)
+    weights = _weights_folder(cfg, folder)
+    trainer = TrainerMesh(mesh, cfg.trainer, world, spec.dtype, cfg.weightsync, transport=transport, folder=weights)
     await trainer.setup()
     return trainer
 
@@ -120,6 +138,8 @@ async def _start_generator(
         seed=cfg.seed + index,
         stop_ids=stop,
         procs=cluster.procs("generator"),
+        label=f"generator_{index}",
+        sync=cfg.weightsync,
         replica=index,
         env=QUIET,
     )

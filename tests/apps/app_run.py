@@ -71,6 +71,12 @@ class AppRun:
                 return
         raise AssertionError(f"no process of actor {name} runs")
 
+    def signal_actor(self, name: str, number: signal.Signals) -> None:
+        """Sends a signal to every process of an actor, its engine included."""
+        for process in self.processes():
+            if process.environ().get("MESHFORGE_RUN_ID", "").endswith(f"/{name}"):
+                process.send_signal(number)
+
     def finish(self, timeout_s: float = 150.0) -> int:
         """The exit code; by then no process of the run may be alive."""
         try:

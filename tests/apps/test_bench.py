@@ -16,13 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from apps.bench import channel, generator, grpo
-from apps.bench.harness import processes, rates
+from apps.bench import channel, generator, grpo, weightsync
+from apps.bench.harness import llamas, processes, rates, sync_bytes, sync_pause, sync_training
 from apps.bench.harness.engines import GROUP_SIZE, GROUPS_PER_LOOP, make_turn
 from apps.bench.harness.result import Column, Goal, Result, machine, rows_table, show
+from apps.bench.harness.sync_actors import Span, client_of
+from apps.bench.harness.token_gaps import Trace, gaps_of, measure
 from apps.bench.harness.training import OURS, TRL, Measured, figures_of_rows, figures_of_trl, ours_name
 from apps.bench.peers import trl_grpo, vllm_bare
 from apps.grpo import tasks
+from forge.batch import check_batch
 from forge.metrics import METRIC_KEYS, Row
 from forge.processes import RUN_ID_ENV
 
@@ -254,7 +257,8 @@ def keywords_of(path: str, function: str) -> dict[str, ast.expr]:
 
 
 @pytest.mark.parametrize(
-    ("function", "not_in_bare"), [("AsyncEngineArgs", {"worker_extension_cls"}), ("SamplingParams", set[str]())]
+    ("function", "not_in_bare"),
+    [("AsyncEngineArgs", {"worker_extension_cls", "weight_transfer_config"}), ("SamplingParams", set[str]())],
 )
 def test_bare_vllm_gets_our_engines_arguments_less_the_receiver(function: str, not_in_bare: set[str]) -> None:
     ours = keywords_of("actors/vllm_engine.py", function)
@@ -297,6 +301,160 @@ def test_the_channels_goals_are_ratios_inside_the_rounds() -> None:
         ("resident_ms", 2.25, True),
     ]
     assert json.loads(printed(result)[-1]).keys() >= SHOWN
+
+
+# --- weight sync
+
+
+@pytest.mark.parametrize("mb", [llamas.MIN_MB, 12, 270, 1000])
+def test_a_llama_has_the_size_that_was_asked_for(mb: int) -> None:
+    shape = llamas.shape_of(mb)
+    assert shape.nbytes == pytest.approx(mb * 1e6, rel=0.05)
+    assert shape.heads == 3 * shape.kv_heads
+    assert shape.hidden == shape.heads * llamas.HEAD_DIM
+    with pytest.raises(ValueError, match="too small"):
+        llamas.shape_of(llamas.MIN_MB / 2)
+
+
+def test_a_llama_on_disk_has_as_many_parameters_as_its_shape_says(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    shape = llamas.Shape(96, 16)
+    llamas.write(shape, tmp_path, 64)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert sum(file.get_tensor(name).numel() for name in file.keys()) == shape.num_parameters  # noqa: SIM118
+
+
+def a_trace(*times: float, stage: tuple[float, float], flip: tuple[float, float]) -> Trace:
+    """Two clients that get a token at each of `times`."""
+    return Trace([(time, ["a", "b"]) for time in times], stage, flip)
+
+
+def test_the_gap_around_a_flip_is_told_from_those_of_the_staging() -> None:
+    trace = a_trace(0, 1, 2, 3, 8, 10, 13, 14, 20, stage=(3.5, 10.5), flip=(11, 11.5))
+    found = measure(trace)
+    assert (found.step, found.before) == (1, 1)
+    assert (found.flip, found.update) == (3, 5)
+    assert found.staging == 2  # from 8 to 10: the one that began before the staging is not its own
+
+
+def test_a_client_that_waits_for_its_next_request_is_in_a_gap_too() -> None:
+    steps = [(0.0, ["a", "b"]), (1.0, ["a", "b"]), (2.0, ["a", "b"]), (3.0, ["a"]), (9.0, ["a", "b"])]
+    assert sorted(gaps_of(steps)) == [(0, 1), (0, 1), (1, 2), (1, 2), (2, 3), (2, 9), (3, 9)]
+    assert measure(Trace(steps, (2.1, 2.2), (3.5, 3.6))).flip == 7
+
+
+def test_tokens_before_all_clients_have_begun_count_for_nothing() -> None:
+    steps = [(0.0, ["a"]), (50.0, ["a"]), (51.0, ["a", "b"]), (52.0, ["a", "b"]), (60.0, ["a", "b"])]
+    assert measure(Trace(steps, (53.0, 54.0), (55.0, 56.0))).before == 1
+
+
+@pytest.mark.parametrize(
+    ("times", "message"), [((), "0 gaps"), ((0.0, 5.0), "before the update"), ((0.0, 1.0, 2.0), "after the flip")]
+)
+def test_a_trace_that_says_too_little_is_an_error(times: tuple[float, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        measure(a_trace(*times, stage=(3.0, 4.0), flip=(5.0, 6.0)))
+
+
+def test_a_request_belongs_to_its_client() -> None:
+    assert client_of("client3:12/0.7-8f3a") == "client3"
+
+
+def test_requests_outlast_an_update_and_end_one_by_one_where_it_drains_them() -> None:
+    pace = sync_pause.Pace(step_s=0.01, update_s=0.5)
+    assert set(pace.lengths(sync_pause.KEEP)) == {172}
+    drained = pace.lengths(sync_pause.DRAIN)
+    assert drained == sorted(set(drained))
+    assert drained[0] == 74
+    assert max(sync_pause.Pace(0.001, 100.0).lengths(sync_pause.KEEP)) < 512
+
+
+def test_a_transfer_begins_when_both_sides_know_of_it() -> None:
+    assert sync_bytes.since_both(Span(1.0, 5.0, 0.0), Span(2.0, 9.0, 0.0)) == 3.0
+
+
+def rounds_of(stall: float, transfer: float, read: float) -> sync_bytes.Rounds:
+    """One round of 1 s, and one in which the whole machine was ten times slower."""
+    measured = sync_bytes.Rounds()
+    for slow in (1.0, 10.0):
+        measured.stall.append(stall * slow)
+        measured.transfer.append(transfer * slow)
+        measured.read.append(read * slow)
+        for values in (measured.sums, measured.check, measured.trainer_cpu, measured.receiver_cpu):
+            values.append(slow)
+        for name, seconds in ((sync_bytes.MEMCPY, 0.5), (sync_bytes.SHARED, 1.0), (sync_bytes.GLOO, 2.0)):
+            measured.bare[name].append(seconds * slow)
+    return measured
+
+
+def bytes_rows() -> list[dict[str, Any]]:
+    more = {"trainer": 2 * 10**9, "receiver": 10**9}
+    times = {"memory": (0.7, 0.05, 0.5), "collective": (0.6, 2.5, 0.5)}
+    return [
+        rounds_of(*times[name]).row(1000, name, sync_bytes.COSTS[name], 10**9, more)
+        for name in ("memory", "collective")
+    ]
+
+
+def test_the_goals_of_the_bytes_are_ratios_inside_the_rounds() -> None:
+    rows = bytes_rows()
+    memory, collective = rows
+    assert (memory["transfer_gb_s"], memory["over_gloo"]) == (None, None)  # nothing moves
+    assert memory["over_shared"] == 0.8
+    assert (collective["over_gloo"], collective["stall_over_memcpy"]) == (0.8, 1.2)
+    assert (memory["trainer_measured"], memory["receiver_measured"]) == (2.0, 1.0)
+    goals = weightsync.bytes_goals(rows)
+    assert [(goal.value, goal.met) for goal in goals] == [(1.4, True), (0.8, True), (0.8, False)]
+
+
+def pause_row(mb: int, pause_ms: float, modules: int) -> dict[str, Any]:
+    gaps = {"gap_steps": 1.5, "gap_steps_max": 2.5}
+    return {"part": "pause", "mb": mb, "name": "keep", "how": "", "pause_ms": pause_ms, "modules": modules, **gaps}
+
+
+def test_a_flip_is_compared_for_each_module_between_the_smallest_and_the_largest_model() -> None:
+    goals = weightsync.pause_goals([pause_row(12, 1.0, 100), pause_row(270, 4.0, 200), pause_row(1000, 6.0, 200)])
+    assert [(goal.value, goal.met) for goal in goals[:2]] == [(4.0, True), (3.0, False)]
+    assert [goal.met for goal in goals[2:]] == [True, False] * 3
+
+
+def test_what_one_size_cannot_tell_is_not_met() -> None:
+    goals = weightsync.pause_goals([pause_row(12, 1.0, 100)])
+    assert [goal.plain()["value"] for goal in goals[:2]] == [None, None]
+    result = weightsync.make_result([], {}, weightsync.Options(parts=("pause",)))
+    assert [goal.met for goal in result.goals] == [False, False]
+
+
+def test_every_part_has_its_tables_and_the_json_line() -> None:
+    rows = [*bytes_rows(), pause_row(270, 3.0, 339)]
+    rows.append({"part": "training", "mb": 12, "name": "generator idle", "over_none": 0.98})
+    rows.append({"part": "stop", "mb": 12, "name": "stopped for 10 s", "during_over_before": 1.01, "skipped": 8})
+    rows[-1] |= {"newest": 20, "applied": 20, "processes": 1, "stopped": 1}
+    rows.append({"part": "adapters", "mb": 270, "name": "q, v, idle", "transfer_ms": 0.9, "applied_ms": 6.0})
+    result = weightsync.make_result(rows, {"trainer_0, 12 MB": 1}, weightsync.Options())
+    lines = printed(result, *weightsync.tables(rows), notes=tuple(weightsync.notes(rows)))
+    found = json.loads(lines[-1])
+    assert found.keys() == SHOWN | {"settings"}
+    met = {goal["name"]: goal["met"] for goal in found["goals"]}
+    assert met["12 MB: versions skipped, the newest applied after it"]
+    assert met["12 MB: steps/s with a sync, generator idle"]
+    assert [met[f"adapter on q, v, idle: {what}, ms"] for what in ("transfer", "applied")] == [True, False]
+    assert "modules that a flip visits: 339 at 270 MB" in lines
+
+
+def test_large_models_are_not_trained_and_one_size_is_enough_for_what_does_not_depend_on_it() -> None:
+    options = weightsync.Options()
+    assert options.parts_of(12) == ["bytes", "pause", "training", "stop"]
+    assert options.parts_of(270) == ["bytes", "pause", "training", "adapters"]
+    assert options.parts_of(1000) == ["bytes", "pause"]
+    assert weightsync.Options(sizes=(1000,)).parts_of(1000) == list(weightsync.PARTS)
+
+
+@pytest.mark.parametrize("mb", [12, 270])
+def test_recorded_batches_are_batches(mb: int) -> None:
+    for batch in sync_training.recorded_batches(mb):
+        check_batch(batch)
 
 
 # --- programs
@@ -359,6 +517,8 @@ def test_a_program_that_does_not_end_is_ended(tmp_path: Path) -> None:
         (grpo, ["--rounds", "0"], "--rounds must be >= 1"),
         (grpo, ["--trl-threads", "2"], "must contain 1"),
         (generator, ["--sequences", "12"], "multiple of 8"),
+        (weightsync, ["--sizes", "2"], "--sizes must be >= 6"),
+        (weightsync, ["--parts", "naps"], "invalid choice"),
     ],
 )
 def test_wrong_arguments_end_with_2_before_anything_starts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -231,6 +232,39 @@ def test_any_actor_that_is_killed_ends_the_run_with_its_name(launch: Launch, nam
     run.kill_actor(name)
     assert run.finish(30) == 1, run.output
     assert f"actor {name} failed: its process was killed by SIGKILL" in run.output, run.output
+
+
+@pytest.mark.soak
+def test_a_stopped_generator_halts_training_at_the_bound_which_says_so_and_ends_by_name(
+    launch: Launch,
+) -> None:
+    run = launch("--trainer.steps=100000", "--replay.max_staleness=2")
+    run.wait_until(lambda: len(run.rows()) >= 3, "three steps")
+    run.signal_actor("generator_0", signal.SIGSTOP)
+    run.wait_until(lambda: "waiting for a batch" in run.output, "a word about the wait")
+    halted = len(run.rows())
+    assert "batches whose weights are not released" in run.output
+    assert f"the trainer has published version {halted}, generator_0 serves" in run.output
+    assert run.finish(300) == 1
+    assert len(run.rows()) == halted
+    assert "actor generator_0 failed" in run.output or "for generator_0 to stage version" in run.output
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("transport", ["rdma", "collective", "file"])
+def test_weights_go_by_every_transport(launch: Launch, transport: str, delta: bool) -> None:
+    run = launch(
+        "--trainer.steps=4",
+        f"--weightsync.transport={transport}",
+        f"--weightsync.delta={delta}",
+        "--mesh.trainer.procs=2",
+        "--mesh.generator.replicas=2",
+        "--mesh.slots=4",
+    )
+    assert run.finish() == 0
+    assert f"weights travel by {transport}, as asked" in run.output
+    assert [row["policy_version"] for row in run.rows()] == [1, 2, 3, 4]
 
 
 @pytest.mark.soak
