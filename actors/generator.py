@@ -23,7 +23,7 @@ from forge.memory import peak_rss_bytes
 from forge.mesh import within
 from weightsync.config import WeightSyncConfig
 from weightsync.layout import Box
-from weightsync.transports.base import Endpoint, Offer
+from weightsync.offer import Endpoint, Offer
 from weightsync.transports.rdma import RdmaReader
 
 _ABORT_AGAIN_S = 0.01
@@ -53,7 +53,7 @@ class GeneratorConfig:
     enforce_eager: bool = True
     """Run without compilation; must be true on CPUs. On GPUs compiling costs a minute and pays in long runs."""
     lora_rank: int = 0
-    """Largest rank of the LoRA adapters that the engine serves; 0 serves none. With them nothing but adapters travels."""
+    """Largest rank of the LoRA adapters that the engine serves; with them nothing else travels. 0 serves none."""
     lora_targets: list[str] = field(default_factory=list)
     """Modules that adapters may adapt, by the last part of their names, such as q_proj."""
     lora_adapters: int = 4

@@ -23,8 +23,8 @@ from forge.errors import ConfigError
 from forge.losses import LossConfig, LossInput, Metrics, add_metrics, compute_loss, denominator, metric_means
 from forge.memory import peak_rss_bytes
 from weightsync.config import WeightSyncConfig
+from weightsync.offer import Endpoint
 from weightsync.publisher import Publisher
-from weightsync.transports.base import Endpoint
 
 
 @dataclass

@@ -22,9 +22,9 @@ from forge.launch import NODE_IP_ENV
 from forge.losses import LossConfig
 from forge.mesh import within
 from weightsync.config import WeightSyncConfig
+from weightsync.offer import Endpoint, Offer, RankOffer
 from weightsync.publisher import Publisher, combine
 from weightsync.sync import Needed
-from weightsync.transports.base import Endpoint, Offer, RankOffer
 
 T = TypeVar("T")
 _TRANSFERS = 8

@@ -14,7 +14,7 @@ from typing import Any
 
 from forge.errors import WeightSyncError
 from weightsync.adapters import AdapterRegistry, adapter_id, adapter_name, engine_rank
-from weightsync.transports.base import Offer
+from weightsync.offer import Offer
 
 _POLL_S = 0.001
 Rpc = Callable[..., Awaitable[list[Any]]]

@@ -22,7 +22,7 @@ from forge.child import scratch_folder
 from forge.errors import ConfigError, WeightSyncError
 from weightsync.config import KvMode
 from weightsync.layout import Box
-from weightsync.transports.base import Endpoint, Offer
+from weightsync.offer import Endpoint, Offer
 
 _POLL_S = 0.005
 _HEALTH_S = 1.0

@@ -19,10 +19,11 @@ from weightsync.adapters import AdapterSpec
 from weightsync.checksums import sums
 from weightsync.config import WeightSyncConfig
 from weightsync.layout import Box, Entry, Layout, box_shape, make_layout, numel
+from weightsync.offer import Endpoint, Offer, RankOffer
 from weightsync.shards import Source, claim, published, tensor_box
 from weightsync.snapshot import Snapshots
 from weightsync.transports import MAPPED, make_sender
-from weightsync.transports.base import Endpoint, Offer, RankOffer, SenderContext
+from weightsync.transports.context import SenderContext
 
 Gather = Callable[[Any], list[Any]]
 """A collective of the trainer's ranks: the value of each, in rank order."""

@@ -18,7 +18,7 @@ import torch
 from forge.errors import WeightSyncError
 from forge.segment import Segment
 from weightsync.layout import Layout, view
-from weightsync.transports.base import STAMP_BYTES, stamp
+from weightsync.transports.context import STAMP_BYTES, stamp
 
 NUM_BUFFERS = 2
 

@@ -21,8 +21,8 @@ from forge.errors import DeadlineExceeded, ForgeError, WeightSyncError
 from forge.mesh import within
 from weightsync.config import WeightSyncConfig
 from weightsync.layout import Box
+from weightsync.offer import Endpoint, Offer
 from weightsync.snapshot import NUM_BUFFERS
-from weightsync.transports.base import Endpoint, Offer
 
 Needed = Sequence[Mapping[str, Box]]
 """The boxes that each worker of a replica reads, by parameter."""

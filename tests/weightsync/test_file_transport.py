@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 
 from forge.errors import ConfigError, DeadlineExceeded, WeightSyncError
 from weightsync.layout import Box, Layout, full_box, make_layout, sub_view, view
-from weightsync.transports.base import DELTA, FULL, Offer, PullerContext, SenderContext
+from weightsync.offer import DELTA, FULL, Offer
+from weightsync.transports.context import PullerContext, SenderContext
 from weightsync.transports.file import KEEP, MANIFEST, FilePuller, FileSender
 
 PARAMETERS = [

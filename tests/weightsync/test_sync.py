@@ -13,8 +13,8 @@ import torch
 from forge.errors import WeightSyncError
 from weightsync.config import WeightSyncConfig
 from weightsync.layout import make_layout
+from weightsync.offer import Endpoint, Offer
 from weightsync.sync import Applied, WeightSync
-from weightsync.transports.base import Endpoint, Offer
 
 
 class FakeTrainer:

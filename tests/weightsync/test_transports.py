@@ -16,8 +16,8 @@ from forge.errors import ConfigError, WeightSyncError
 from weightsync import transports
 from weightsync.config import WeightSyncConfig
 from weightsync.layout import Box, full_box, sub_view
+from weightsync.offer import Endpoint, Offer
 from weightsync.publisher import Publisher, combine
-from weightsync.transports.base import Endpoint, Offer
 from weightsync.worker.inbox import Inbox
 
 TRANSPORTS = ["memory", "collective", "file"]

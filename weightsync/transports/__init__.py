@@ -9,7 +9,8 @@ import torch
 
 from forge.errors import ConfigError
 from forge.segment import Segment
-from weightsync.transports.base import Puller, PullerContext, Sender, SenderContext
+from weightsync.transports.base import Puller, Sender
+from weightsync.transports.context import PullerContext, SenderContext
 
 MAPPED = ("memory", "ipc")
 """Nothing is transferred: receivers read the trainer's own buffers."""

@@ -30,9 +30,11 @@ import torch.distributed as dist
 from forge.errors import WeightSyncError
 from forge.launch import NODE_IP_ENV
 from weightsync.layout import Box
+from weightsync.offer import FULL, Offer
 from weightsync.plan import pair
-from weightsync.transports.base import FULL, Offer, Puller, PullerContext, Sender, SenderContext, make_image
+from weightsync.transports.base import Puller, Sender
 from weightsync.transports.board import Board, BoardClient, Clock, Lost
+from weightsync.transports.context import PullerContext, SenderContext, make_image
 from weightsync.transports.groups import GlooGroup, Group, first_words, nccl_device, nccl_group, rounds
 from weightsync.transports.messages import Asked, cut, digest, read_plan, slices, write_plan
 

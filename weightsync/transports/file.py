@@ -43,7 +43,9 @@ from xxhash import xxh3_64_intdigest
 from forge.errors import ConfigError, DeadlineExceeded, ForgeError, WeightSyncError
 from weightsync.checksums import digest
 from weightsync.layout import Box, Entry, box_shape, full_box, intersect, sub_view, view
-from weightsync.transports.base import DELTA, FULL, Offer, Puller, PullerContext, Sender, SenderContext, make_image
+from weightsync.offer import DELTA, FULL, Offer
+from weightsync.transports.base import Puller, Sender
+from weightsync.transports.context import PullerContext, SenderContext, make_image
 
 MANIFEST = "manifest.json"
 KEEP = 2

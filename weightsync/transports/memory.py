@@ -15,8 +15,10 @@ import torch
 from forge.errors import WeightSyncError
 from forge.segment import Segment, SegmentRef
 from weightsync.layout import sub_view
+from weightsync.offer import Offer
 from weightsync.plan import pair
-from weightsync.transports.base import Offer, Puller, PullerContext, Sender, make_image, stamp
+from weightsync.transports.base import Puller, Sender
+from weightsync.transports.context import PullerContext, make_image, stamp
 
 
 class MemorySender(Sender):

@@ -21,7 +21,9 @@ from forge.mesh import within
 from forge.segment import Segment
 from weightsync import delta
 from weightsync.layout import full_box, sub_view, view
-from weightsync.transports.base import DELTA, STAMP_BYTES, Endpoint, Offer, Sender, stamp
+from weightsync.offer import DELTA, Endpoint, Offer
+from weightsync.transports.base import Sender
+from weightsync.transports.context import STAMP_BYTES, stamp
 
 _CHUNK = 4 << 20
 

@@ -10,8 +10,9 @@ from forge.errors import WeightSyncError
 from weightsync import delta
 from weightsync.checksums import verify
 from weightsync.layout import Box, view
+from weightsync.offer import DELTA, Endpoint, Offer
 from weightsync.transports import make_puller
-from weightsync.transports.base import DELTA, Endpoint, Offer, PullerContext
+from weightsync.transports.context import PullerContext
 
 
 class Inbox:

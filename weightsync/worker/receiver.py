@@ -22,8 +22,8 @@ import torch
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
 from forge.child import die_with_parent
+from weightsync.offer import Endpoint, Offer
 from weightsync.plan import ModulePart, needed, unpaired_names
-from weightsync.transports.base import Endpoint, Offer
 from weightsync.worker.adapters import AdapterReceiver
 from weightsync.worker.inbox import Inbox
 from weightsync.worker.modules import module_parts
@@ -120,9 +120,7 @@ class WeightReceiver(AdapterReceiver):
         """`state` is "staging", "ready" or "failed" (with `error`)."""
         return dict(self._forge_stage)
 
-    def _forge_run(
-        self, inbox: Inbox, offer: Offer, stage: dict[str, Any], previous: threading.Thread | None
-    ) -> None:
+    def _forge_run(self, inbox: Inbox, offer: Offer, stage: dict[str, Any], previous: threading.Thread | None) -> None:
         if previous is not None:
             previous.join()
         begin = time.perf_counter()
