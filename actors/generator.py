@@ -111,12 +111,11 @@ class Generator:
         seed: int,
         stop_ids: Sequence[int],
         procs: int = 1,
-        label: str = "generator",
         sync: WeightSyncConfig | None = None,
     ) -> None:
         sync = sync or WeightSyncConfig()
         self._config = config
-        self._label = label
+        self._label = "generator"
         self._stop_ids = list(stop_ids)
         self._engine = VllmEngine(
             EngineOptions(
@@ -194,8 +193,9 @@ class Generator:
             await self._engine.abort(ids)
             await asyncio.sleep(_ABORT_AGAIN_S)
 
-    async def connect(self, endpoint: Endpoint) -> list[dict[str, Box]]:
-        """Reaches for the trainer; returns what each worker of the engine reads of every parameter."""
+    async def connect(self, endpoint: Endpoint, peer: str = "generator") -> list[dict[str, Box]]:
+        """Reaches for the trainer as replica `peer`; returns what each worker of the engine reads of each parameter."""
+        self._label = peer
         if self._reader is not None:
             self._reader.close()
             self._reader = None
@@ -250,8 +250,8 @@ class GeneratorActor(Actor):
         await self._generator.abort(request_id)
 
     @concurrent_endpoint
-    async def connect(self, endpoint: Endpoint) -> list[dict[str, Box]]:
-        return await self._generator.connect(endpoint)
+    async def connect(self, endpoint: Endpoint, peer: str = "generator") -> list[dict[str, Box]]:
+        return await self._generator.connect(endpoint, peer)
 
     @concurrent_endpoint
     async def stage(self, offer: Offer) -> float:
@@ -288,7 +288,7 @@ class Replica:
         await within(deadline_s, f"{self.name} to start its engine", self.mesh.setup.call_one(warm_up))
 
     async def connect(self, endpoint: Endpoint) -> list[dict[str, Box]]:
-        return await self.mesh.connect.call_one(endpoint)
+        return await self.mesh.connect.call_one(endpoint, self.name)
 
     async def stage(self, offer: Offer) -> float:
         return await self.mesh.stage.call_one(offer)

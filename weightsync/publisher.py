@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from weightsync import delta
 from weightsync.adapters import AdapterSpec
-from weightsync.checksums import sums
+from weightsync.checksums import sum_as_one, sums
 from weightsync.config import WeightSyncConfig
 from weightsync.layout import Box, Entry, Layout, box_shape, make_layout, numel
 from weightsync.offer import Endpoint, Offer, RankOffer
@@ -128,8 +128,12 @@ class Publisher:
             self._base_version = -1
             self._base.copy_(snapshot)
             self._base_version = version
-        workers = [boxes for peer in self._peers.values() for boxes in peer]
-        return RankOffer(nbytes, sums(snapshot, self._layout, workers) if self._config.checksums else [])
+        return RankOffer(nbytes, self._sums(snapshot) if self._config.checksums else [])
+
+    def _sums(self, snapshot: torch.Tensor) -> list[int]:
+        if self.endpoint.adapter is not None and self._layout == self.endpoint.layout:
+            return sum_as_one(snapshot, self._layout)
+        return sums(snapshot, self._layout, [boxes for peer in self._peers.values() for boxes in peer])
 
     def prepare(self, offer: Offer) -> dict[str, Any]:
         """Makes an offered version reachable, where the transport has to; the result joins `offer.where`."""

@@ -133,7 +133,8 @@ class Bench:
                 turn = make_turn(prompts, self.sequences, max_tokens, number + 1)
                 for name in rates.turns(list(programs), number):
                     measured.add(name, max_tokens, await programs[name].turn(turn))
-        publisher = Publisher(load_hf(model, torch.float32).named_parameters(), getattr(torch, dtype))
+        hf = load_hf(model, torch.float32)
+        publisher = Publisher(hf.named_parameters(), getattr(torch, dtype), model_type=hf.config.model_type)
         with contextlib.closing(publisher):
             turn = make_turn(prompts, self.sequences, max(lengths), 0)
             updates = await actor.updates(publisher, turn)

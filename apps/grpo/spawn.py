@@ -138,7 +138,6 @@ async def _start_generator(
         seed=cfg.seed + index,
         stop_ids=stop,
         procs=cluster.procs("generator"),
-        label=f"generator_{index}",
         sync=cfg.weightsync,
         replica=index,
         env=QUIET,

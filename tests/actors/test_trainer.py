@@ -16,8 +16,10 @@ from apps.grpo.models import resolve_model
 from forge.batch import collate, make_group
 from forge.errors import ConfigError
 from forge.losses import Aggregation, LossConfig
-from forge.segment import Segment
-from weightsync.plan import view
+from forge.segment import Segment, SegmentRef
+from weightsync.config import WeightSyncConfig
+from weightsync.layout import view
+from weightsync.offer import Endpoint
 from weightsync.publisher import Publisher
 
 
@@ -86,6 +88,12 @@ def test_gradient_checkpointing_changes_nothing(nano: str) -> None:
     assert_same(gradient(nano, batch, gradient_checkpointing=True), gradient(nano, batch))
 
 
+def attach(endpoint: Endpoint, buffer: int) -> Segment:
+    """The segment in which all ranks' shares of a snapshot lie, each in its place."""
+    (ref,) = {SegmentRef(**link["buffers"][buffer]) for link in endpoint.links}
+    return Segment.attach(ref)
+
+
 def _rank_gradient(rank: int, world: int, folder: str, nano: str) -> None:
     import torch.distributed as dist
 
@@ -96,12 +104,12 @@ def _rank_gradient(rank: int, world: int, folder: str, nano: str) -> None:
     metrics = one._accumulate(ragged_batch()[torch.tensor(rows)])
     full = {name: p.grad.full_tensor() for name, p in one.policy.hf.named_parameters()}
     before = {n: p.detach().full_tensor().clone() for n, p in one.policy.hf.named_parameters()}
-    endpoint = one.connect("float32")
-    one.snapshot(1)
+    endpoint = one.connect("float32", WeightSyncConfig(), "memory")
+    one.publisher.snapshot(1, 1)
     dist.barrier()
     if rank == 0:
         torch.save({"gradient": full, "metrics": metrics}, f"{folder}/out.pt")
-        published = Segment.attach(endpoint.segments[1])
+        published = attach(endpoint, 1)
         for entry in endpoint.layout.entries:
             assert torch.equal(view(published.buffer, entry), before[entry.name]), entry.name
     dist.barrier()
@@ -178,8 +186,8 @@ def test_a_snapshot_is_the_weights_bit_for_bit_also_in_bfloat16(nano: str) -> No
     hf = load_hf(nano, torch.float32)
     for dtype in (torch.float32, torch.bfloat16):
         publisher = Publisher(hf.named_parameters(), dtype)
-        publisher.snapshot(0)
-        segment = Segment.attach(publisher.endpoint.segments[0])
+        publisher.snapshot(1, 0)
+        segment = attach(publisher.endpoint, 0)
         parameters = dict(hf.named_parameters())
         for entry in publisher.endpoint.layout.entries:
             assert torch.equal(view(segment.buffer, entry), parameters[entry.name].to(dtype)), entry.name

@@ -410,7 +410,16 @@ def test_the_goals_of_the_bytes_are_ratios_inside_the_rounds() -> None:
 
 def pause_row(mb: int, pause_ms: float, modules: int) -> dict[str, Any]:
     gaps = {"gap_steps": 1.5, "gap_steps_max": 2.5}
-    return {"part": "pause", "mb": mb, "name": "keep", "how": "", "pause_ms": pause_ms, "modules": modules, **gaps}
+    return {
+        "part": "pause",
+        "mb": mb,
+        "name": "keep",
+        "how": "",
+        "pause_ms": pause_ms,
+        "modules": modules,
+        "updates": 1,
+        **gaps,
+    }
 
 
 def test_a_flip_is_compared_for_each_module_between_the_smallest_and_the_largest_model() -> None:

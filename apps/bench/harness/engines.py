@@ -20,7 +20,8 @@ from apps.bench.harness import processes
 from apps.bench.peers import vllm_bare
 from apps.bench.peers.vllm_bare import BareEngine, Turn
 from apps.grpo.spawn import QUIET
-from weightsync.publisher import NUM_BUFFERS, Publisher
+from weightsync.publisher import Publisher, combine
+from weightsync.snapshot import NUM_BUFFERS
 
 GROUP_SIZE = 8
 GROUPS_PER_LOOP = {8: 8, 64: 2}
@@ -101,22 +102,25 @@ class ActorProgram:
 
     async def updates(self, publisher: Publisher, turn: Turn) -> dict[str, Any]:
         """Applies versions one after the other while a turn runs, again and again until `NUM_UPDATES` are in."""
-        await self._replica.connect(publisher.endpoint)
-        found, rate = [], []
+        publisher.add_peer(self._replica.name, await self._replica.connect(publisher.endpoint))
+        staged, paused, rate = [], [], []
         load: asyncio.Task[float] | None = None
         for version in range(1, NUM_UPDATES + 1):
             if load is None or load.done():
                 rate += [load.result()] if load else []
                 load = asyncio.create_task(self.turn(turn))
                 await asyncio.sleep(0.2)
-            publisher.snapshot(version % NUM_BUFFERS)
-            found.append(await self._replica.apply(version, version % NUM_BUFFERS))
+            buffer = version % NUM_BUFFERS
+            publisher.snapshot(version, buffer)
+            share = publisher.offer(version, buffer, -1)
+            staged.append(await self._replica.stage(combine([share], publisher.endpoint, version, buffer, -1)))
+            paused.append(await self._replica.flip(version))
         assert load is not None
         rate.append(await load)
         return {
             "tokens_per_s": round(statistics.median(rate), 1),
             "turns": len(rate),
-            "stage_ms": round(statistics.median(f.stage_s for f in found) * 1e3, 2),
-            "pause_ms": round(statistics.median(f.pause_s for f in found) * 1e3, 3),
-            "pause_max_ms": round(max(f.pause_s for f in found) * 1e3, 3),
+            "stage_ms": round(statistics.median(staged) * 1e3, 2),
+            "pause_ms": round(statistics.median(paused) * 1e3, 3),
+            "pause_max_ms": round(max(paused) * 1e3, 3),
         }

@@ -1,0 +1,77 @@
+"""Models of a few kilobytes that differ from `nano` where weight sync could care."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+
+from apps.grpo.models import resolve_model
+
+
+def make(name: str, folder: Path) -> str:
+    """The folder of `nano`, or of a model that is written to `folder`: "untied", "biased", "experts"."""
+    nano = str(resolve_model("nano"))
+    if name == "nano":
+        return nano
+    model: Any = {"untied": _untied, "biased": _biased, "experts": _experts}[name](nano)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def _untied(nano: str) -> Any:
+    """Nano with a head of its own, other than the embedding."""
+    config = AutoConfig.from_pretrained(nano)
+    config.tie_word_embeddings = False
+    hf: Any = AutoModelForCausalLM.from_pretrained(nano, config=config)
+    with torch.no_grad():
+        hf.lm_head.weight.copy_(hf.get_input_embeddings().weight.roll(1, 1))
+    return hf
+
+
+def _biased(nano: str) -> Any:
+    """Biases in front of the attention, keys and values that divide by two, and a vocabulary that does not."""
+    config = Qwen2Config(
+        vocab_size=101,
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+    )
+    hf = _random(config)
+    with torch.no_grad():
+        for name, parameter in hf.named_parameters():
+            if name.endswith(".bias"):
+                parameter.normal_()
+    return hf
+
+
+def _experts(nano: str) -> Any:
+    """Each of two workers gets the smallest slice of an expert that vLLM takes on a CPU, 32."""
+    config = Qwen3MoeConfig(
+        vocab_size=AutoConfig.from_pretrained(nano).vocab_size,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=1024,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+    )
+    return _random(config)
+
+
+def _random(config: Any) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)

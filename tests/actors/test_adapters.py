@@ -1,0 +1,509 @@
+"""Laws of a generator that gets adapters only: each request computes with one adapter, its own, for life.
+
+One engine for the module. What PEFT computes in transformers with the same matrices is the reference.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from actors.generator import Generator, GeneratorConfig
+from actors.model import load_hf
+from actors.vllm_adapters import EngineAdapters
+from actors.vllm_engine import Completion, Sampling
+from apps.grpo.models import resolve_model
+from forge.errors import WeightSyncError
+from weightsync.adapters import adapter_id, adapter_name, adapter_parameters, adapter_spec
+from weightsync.layout import Layout
+from weightsync.offer import Endpoint, Offer
+from weightsync.publisher import Publisher, combine
+from weightsync.snapshot import NUM_BUFFERS
+
+PROMPT = [33, 50, 27, 7, 8, 9, 10, 20]
+LONG_PROMPT = [7 + (5 * i) % 90 for i in range(280)]  # two blocks of the prefix cache and a bit
+ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+RANK, CAPACITY, MAX_LEN = 8, 2, 512
+ENDLESS = MAX_LEN  # tokens that a request does not come to before somebody says that it is enough
+GREEDY = Sampling(temperature=0.0)
+BASE = 0
+GENERATOR = "generator"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One completion; `version` is that of all its tokens, `BASE` where no adapter had come."""
+
+    prompt: list[int]
+    completion: Completion
+
+    @property
+    def version(self) -> int:
+        (version,) = set(self.completion.versions)
+        return version
+
+
+class Trainer:
+    """A model with an adapter, and the publisher of its versions."""
+
+    def __init__(self, transport: str = "memory", folder: str = "", **options: Any) -> None:
+        config = LoraConfig(**{"r": RANK, "lora_alpha": 16, "target_modules": ALL_LINEAR, **options})
+        self.peft: Any = get_peft_model(load_hf(resolve_model("nano"), torch.float32).eval(), config)
+        self._parameters = adapter_parameters(self.peft.named_parameters())
+        spec = adapter_spec(config, self._parameters)
+        self.publisher = Publisher(self._parameters, torch.float32, transport=transport, adapter=spec, folder=folder)
+        self.endpoint = self.publisher.endpoint
+
+    def train(self, version: int) -> None:
+        """Matrices of `version`, far enough from each other that no two versions are mistaken."""
+        generator = torch.Generator().manual_seed(version)
+        with torch.no_grad():
+            for _, parameter in self._parameters:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+    def publish(self, version: int) -> Offer:
+        self.train(version)
+        buffer = version % NUM_BUFFERS
+        self.publisher.snapshot(version, buffer)
+        offer = combine([self.publisher.offer(version, buffer, -1)], self.endpoint, version, buffer, -1)
+        return replace(offer, where=self.publisher.prepare(offer))
+
+    def check(self, answer: Answer, sampling: Sampling = GREEDY) -> None:
+        """Its tokens have the log-probs of PEFT under the version that it names; greedy ones are the likeliest."""
+        if answer.version != BASE:
+            self.train(answer.version)
+        ids = answer.completion.token_ids
+        with torch.no_grad(), self.peft.disable_adapter() if answer.version == BASE else nullcontext():
+            logits = self.peft(torch.tensor([[*answer.prompt, *ids]])).logits[0, len(answer.prompt) - 1 : -1]
+        logprobs = torch.log_softmax(logits / (sampling.temperature or 1.0), -1)
+        expected = logprobs.gather(1, torch.tensor(ids)[:, None])[:, 0]
+        torch.testing.assert_close(expected, torch.tensor(answer.completion.logprobs), atol=1e-4, rtol=0)
+        if sampling is GREEDY:
+            assert logits.argmax(-1).tolist() == ids
+
+
+class Live:
+    """A generator on an event loop of its own, and a trainer beside it.
+
+    `first` are the answers of requests that ran beside each other while the first two adapters came in: begun under
+    the base model, version 1, version 2; `first_held` are the versions and their requests at the end of that,
+    `first_ended` says whether one of the older requests had ended by then.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self.trainer = Trainer()
+        config = GeneratorConfig(
+            max_new_tokens=8,
+            max_model_len=MAX_LEN,
+            max_num_seqs=32,
+            kv_cache_bytes=64 << 20,
+            lora_rank=RANK,
+            lora_targets=ALL_LINEAR,
+            lora_adapters=CAPACITY,
+        )
+        self.generator = Generator(config, resolve_model("nano"), "float32", seed=0, stop_ids=[], procs=workers)
+        self.engine = self.generator._engine
+        self.run(self.generator.setup(PROMPT))
+        self.connect(self.trainer)
+        self.version = BASE
+        self.first = self.run(self._begin_history())
+
+    async def _begin_history(self) -> list[Answer]:
+        long = await self.answer(LONG_PROMPT, 4)
+        base = await self.begin(3)
+        await self.sync()
+        one = await self.begin(4)
+        await self.sync()
+        two = await self.begin(4, Sampling())
+        self.first_held = self.adapters.held
+        self.first_ended = base.done() or one.done()
+        await self.enough()
+        return [long, *await base, *await one, *await two]
+
+    @property
+    def adapters(self) -> EngineAdapters:
+        assert self.engine.adapters is not None
+        return self.engine.adapters
+
+    def run(self, coroutine: Coroutine[Any, Any, Any], timeout: float = 240) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout)
+
+    def connect(self, trainer: Trainer) -> None:
+        trainer.publisher.add_peer(GENERATOR, self.run(self.generator.connect(trainer.endpoint)))
+
+    @contextmanager
+    def connected(self, trainer: Trainer) -> Iterator[None]:
+        """Inside, versions come from `trainer`; afterwards from the usual one again."""
+        try:
+            self.connect(trainer)
+            yield
+        finally:
+            self.connect(self.trainer)
+            trainer.publisher.close()
+
+    async def sync(self, trainer: Trainer | None = None, epoch: int = 0) -> int:
+        """What `weightsync.sync` does: publishes, sends and stages at the same time, flips."""
+        trainer = trainer or self.trainer
+        self.version += 1
+        offer = replace(trainer.publish(self.version), epoch=epoch)
+        sent = asyncio.to_thread(trainer.publisher.send, GENERATOR, offer)
+        await asyncio.gather(self.generator.stage(offer), sent)
+        assert await self.generator.flip(self.version) == 0.0
+        return self.version
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Calls a method of every worker of the engine; the answer of the first."""
+        return (await self.engine._call(method, *arguments))[0]
+
+    async def answer(self, prompt: Sequence[int], length: int, sampling: Sampling = GREEDY, seed: int = 0) -> Answer:
+        completion = await self.engine.generate(prompt, sampling, max_tokens=length, seed=seed, stop_ids=[])
+        return Answer(list(prompt), completion)
+
+    async def answers(self, count: int, length: int, sampling: Sampling = GREEDY) -> list[Answer]:
+        requests = (self.answer([*PROMPT, 7 + i % 8], length, sampling, i) for i in range(count))
+        return list(await asyncio.gather(*requests))
+
+    async def begin(
+        self, count: int, sampling: Sampling = GREEDY, length: int = ENDLESS
+    ) -> asyncio.Future[list[Answer]]:
+        """The same once all of them are running; the future brings the answers."""
+        task = asyncio.ensure_future(self.answers(count, length, sampling))
+        await self.begun(count)
+        return task
+
+    async def begun(self, count: int) -> None:
+        """Returns once `count` requests run under the newest version."""
+        while await self._running() < count:
+            pass
+
+    async def enough(self) -> None:
+        """All that runs ends with what it has."""
+        await self.engine.abort(list(self.engine._running))
+
+    async def _running(self) -> int:
+        """As the worker sees it; of the base model it cannot tell."""
+        if self.version == BASE:
+            await asyncio.sleep(0)
+            return len(self.engine._running)
+        name = adapter_name(self.version)
+        return sum(request[0] == name for request in await self.call("_forge_lora_requests"))
+
+    @asynccontextmanager
+    async def loaded(self, clients: int, length: int) -> AsyncIterator[list[Answer]]:
+        """Inside, so many clients ask for one completion after the other; afterwards the list has them all."""
+        answers: list[Answer] = []
+        over = asyncio.Event()
+
+        async def client(index: int) -> None:
+            while not over.is_set():
+                answers.append(await self.answer([*PROMPT, 7 + index], length, Sampling(), seed=len(answers)))
+
+        running = asyncio.gather(*(client(index) for index in range(clients)))
+        try:
+            yield answers
+        finally:
+            over.set()
+            await running
+
+    async def until_freed(self, version: int) -> None:
+        while version in self.adapters.held:
+            await self.adapters.free_unused()
+
+    def close(self) -> None:
+        self.generator.shutdown()
+        self.trainer.publisher.close()
+
+
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.soak)], ids=["alone", "tensor parallel"])
+def live(request: pytest.FixtureRequest) -> Iterator[Live]:
+    live = Live(request.param)
+    yield live
+    live.close()
+
+
+@pytest.fixture(autouse=True)
+def one_version(live: Live) -> None:
+    live.run(live.sync())
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(temperature=0.6)], ids=str)
+def test_every_token_has_the_probability_that_peft_gives_it(live: Live, sampling: Sampling) -> None:
+    for answer in live.run(live.answers(8, 24, sampling)):
+        assert answer.version == live.version
+        live.trainer.check(answer, sampling)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_rslora": True},
+        {"r": 4, "lora_alpha": 3},  # padded with zeros to the engine's rank
+        {"target_modules": ["q_proj", "down_proj"]},  # of a fused layer one part only
+    ],
+    ids=str,
+)
+def test_adapters_of_other_shapes_leave_nothing_of_what_was_in_their_slot(live: Live, options: dict[str, Any]) -> None:
+    live.run(live.sync())  # both slots have been written to
+    other = Trainer(**options)
+    with live.connected(other):
+        live.run(live.sync(other))
+        for answer in live.run(live.answers(4, 24)):
+            assert answer.version == live.version
+            other.check(answer)
+
+
+@pytest.mark.parametrize("transport", ["collective", "file"])
+def test_adapters_come_by_any_transport_while_requests_run(live: Live, transport: str, tmp_path: Path) -> None:
+    async def versions() -> list[Answer]:
+        async with live.loaded(2, 40) as answers:
+            for _ in range(NUM_BUFFERS + 1):
+                await live.sync(far)
+        return answers + await live.answers(2, 12)
+
+    far = Trainer(transport, str(tmp_path))
+    with live.connected(far):
+        answers = live.run(versions())
+    assert answers[-1].version == live.version
+    for answer in answers:
+        live.trainer.check(answer, Sampling() if len(answer.completion.token_ids) == 40 else GREEDY)
+
+
+def test_a_request_keeps_what_it_began_with_the_base_model_too_while_newer_adapters_come(live: Live) -> None:
+    assert live.first_held == {1: 4, 2: 4}
+    assert not live.first_ended, "the older requests ended before the newer ones began"
+    assert [a.version for a in live.first] == [BASE] * 4 + [1] * 4 + [2] * 4
+    for answer in live.first:
+        live.trainer.check(answer, Sampling() if answer.version == 2 else GREEDY)
+
+
+def test_the_trainer_may_write_over_its_snapshot_once_an_adapter_is_in(live: Live) -> None:
+    before = live.run(live.answers(2, 16))
+    for _ in range(NUM_BUFFERS):  # overtaken, never offered
+        live.version += 1
+        live.trainer.publish(live.version)
+    assert live.run(live.answers(2, 16)) == before
+    live.trainer.check(before[0])
+
+
+def test_an_adapter_in_use_is_not_given_up_until_its_last_request_has_ended(live: Live) -> None:
+    async def freed() -> tuple[list[int], list[Answer], list[int]]:
+        old = live.version
+        task = await live.begin(2)
+        offer = live.trainer.publish(await live.sync())
+        assert not await live.adapters.free_unused()
+        refused = await live.call("forge_adapter_free", [adapter_id(old)])
+        # The last slot stays empty: on CPUs it is what requests of the base model read.
+        full = await live.call("forge_adapter_stage", adapter_id(10**6), offer.plain())
+        assert "all 2 slots for adapters are taken" in full
+        assert not task.done()
+        await live.enough()
+        answers = await task
+        await live.until_freed(old)
+        return refused, answers, await live.call("forge_adapters")
+
+    refused, answers, left = live.run(freed())
+    assert refused == []
+    assert left == [adapter_id(live.version)]
+    for answer in answers:
+        assert answer.version == live.version - 1
+        live.trainer.check(answer)
+
+
+def test_requests_that_are_aborted_or_cancelled_give_their_adapter_back(live: Live) -> None:
+    async def ended() -> list[Completion]:
+        prompts, seeds, old = [PROMPT] * 2, [1, 2], live.version
+        aborted = asyncio.ensure_future(live.generator.generate(prompts, seeds, ENDLESS, "aborted"))
+        cancelled = asyncio.ensure_future(live.generator.generate(prompts, seeds, ENDLESS, "cancelled"))
+        await live.begun(4)
+        assert live.adapters.held[old] == 4
+        await live.sync()
+        cancelled.cancel()
+        await live.generator.abort("aborted")
+        await asyncio.wait([cancelled])
+        await live.until_freed(old)
+        return await aborted
+
+    for completion in live.run(ended()):
+        assert completion.finish_reason == "abort"
+        assert 0 < len(completion.token_ids) < MAX_LEN - len(PROMPT)
+        assert set(completion.versions) == {live.version - 1}
+
+
+def test_a_version_that_finds_all_slots_in_use_waits_for_the_oldest_requests(live: Live) -> None:
+    async def third() -> tuple[list[Answer], list[Answer], list[Answer]]:
+        oldest = await live.begin(2, length=120)
+        await live.sync()
+        middle = await live.begin(2)
+        await live.sync()
+        assert oldest.done()
+        assert not middle.done()
+        await live.enough()
+        return await oldest, await middle, await live.answers(2, 8)
+
+    for back, answers in zip((2, 1, 0), live.run(third()), strict=True):
+        for answer in answers:
+            assert answer.version == live.version - back
+            live.trainer.check(answer)
+
+
+def test_twenty_versions_under_load_use_the_slots_again_and_leave_nothing_behind(live: Live) -> None:
+    async def soak() -> tuple[list[Answer], list[list[int]]]:
+        held = []
+        async with live.loaded(6, 12) as answers:
+            for _ in range(20):
+                await live.sync()
+                held.append(await live.call("forge_adapters"))
+        for version in list(live.adapters.held)[:-1]:
+            await live.until_freed(version)
+        return answers, [*held, await live.call("forge_adapters")]
+
+    answers, held = live.run(soak())
+    assert max(map(len, held)) <= CAPACITY
+    assert held[-1] == [adapter_id(live.version)]
+    assert len({answer.version for answer in answers}) > 10
+    for answer in answers:
+        live.trainer.check(answer, Sampling())
+
+
+def test_no_version_reads_what_another_left_in_the_prefix_cache(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    cached: list[int] = []
+    generate = live.engine._engine.generate
+
+    async def listening(*arguments: Any, **options: Any) -> AsyncIterator[Any]:
+        async for output in generate(*arguments, **options):
+            cached.append(output.num_cached_tokens)
+            yield output
+
+    monkeypatch.setattr(live.engine._engine, "generate", listening)
+    once, again = live.run(live.answer(LONG_PROMPT, 4)), live.run(live.answer(LONG_PROMPT, 4))
+    live.run(live.sync())
+    newer = live.run(live.answer(LONG_PROMPT, 4))
+    assert cached[1] > 0, "the prompt is too short for the prefix cache"
+    assert (cached[0], cached[2]) == (0, 0)
+    for answer in (once, again, newer):
+        live.trainer.check(answer)
+
+
+def overtaken(live: Live) -> Offer:
+    """The trainer has written the next version but one over it."""
+    offer = live.trainer.publish(live.version + 1)
+    live.trainer.publish(live.version + 1 + NUM_BUFFERS)
+    live.version += 1 + NUM_BUFFERS
+    return offer
+
+
+def damaged(live: Live) -> Offer:
+    live.version += 1
+    offer = live.trainer.publish(live.version)
+    return replace(offer, sums=[[number ^ (at % 2) for at, number in enumerate(sums)] for sums in offer.sums])
+
+
+FAILURES: dict[str, Callable[[Live], Offer]] = {
+    "the trainer overtook a receiver": overtaken,
+    "did not arrive as it was sent": damaged,
+}
+
+
+@pytest.mark.parametrize("text", FAILURES)
+def test_a_version_that_fails_to_arrive_takes_no_slot_and_the_old_one_serves_on(live: Live, text: str) -> None:
+    before, serving = live.run(live.answers(2, 16)), live.version
+    for _ in range(CAPACITY + 1):
+        with pytest.raises(WeightSyncError, match=rf"(?s)version {serving} goes on serving.*{text}"):
+            live.run(live.generator.stage(FAILURES[text](live)))
+    assert live.run(live.answers(2, 16)) == before
+    live.run(live.sync())
+    live.trainer.check(live.run(live.answers(1, 16))[0])
+
+
+def test_a_version_that_was_staged_and_never_served_gives_its_slot_to_the_next(live: Live) -> None:
+    async def abandoned() -> None:
+        for _ in range(CAPACITY + 1):
+            live.version += 1
+            await live.generator.stage(live.trainer.publish(live.version))
+
+    async def abandoned_sooner() -> None:
+        offer = live.trainer.publish(live.version)
+        await live.adapters.free_unused()
+        for attempt in range(CAPACITY + 1):
+            assert await live.call("forge_adapter_stage", adapter_id(10**6 + attempt), offer.plain()) == ""
+            while not await live.call("forge_adapter_arrived"):
+                pass
+
+    serving = live.version
+    for lost in (abandoned, abandoned_sooner):
+        live.run(lost())
+        with pytest.raises(WeightSyncError, match="is not staged, the engine holds v"):
+            live.run(live.generator.flip(10**6))
+        assert live.run(live.answers(1, 4))[0].version == serving
+        live.run(live.sync())
+        serving = live.version
+        live.trainer.check(live.run(live.answers(1, 16))[0])
+
+
+def test_a_version_that_was_given_up_on_its_way_does_not_stand_against_the_next(live: Live) -> None:
+    async def given_up() -> None:
+        first = asyncio.ensure_future(live.generator.stage(far.publish(live.version + 1)))  # nobody sends it
+        while await live.call("forge_adapter_arrived"):
+            pass
+        first.cancel()
+        await asyncio.wait([first])
+        live.version += 1
+        await live.sync(far, epoch=1)
+
+    far = Trainer("collective")
+    far.endpoint = replace(far.endpoint, deadline_s=0.5)  # of the receiving side
+    with live.connected(far):
+        live.run(given_up())
+    answer = live.run(live.answers(1, 16))[0]
+    assert answer.version == live.version
+    live.trainer.check(answer)
+
+
+def test_a_version_may_be_brought_again_before_and_after_it_serves(live: Live) -> None:
+    async def again() -> None:
+        live.version += 1
+        offer = live.trainer.publish(live.version)
+        for _ in range(2):
+            await live.generator.stage(offer)
+        for _ in range(2):
+            await live.generator.flip(live.version)
+            await live.generator.stage(offer)
+
+    live.run(again())
+    answer = live.run(live.answers(1, 16))[0]
+    assert answer.version == live.version
+    live.trainer.check(answer)
+
+
+def with_entry(endpoint: Endpoint, index: int, **changes: Any) -> Endpoint:
+    fields, rows = ("name", "dtype", "shape", "offset", "nbytes", "box"), endpoint.layout.plain()
+    rows[index] = [changes.get(field, value) for field, value in zip(fields, rows[index], strict=True)]
+    return replace(endpoint, layout=Layout.from_plain(rows))
+
+
+MISFITS: dict[str, Callable[[Endpoint], Endpoint]] = {
+    r"the engine has no LoRA layer for model\.norm": lambda e: with_entry(e, 0, name="model.norm.A"),
+    r"q_proj\.B has shape \[48, 8\], the engine's layer takes \[64, 8\]": lambda e: with_entry(e, 1, shape=[48, 8]),
+    r"published in bfloat16, the engine's LoRA layers hold torch.float32": lambda e: with_entry(e, 0, dtype="bfloat16"),
+    "rank is 16, the engine's max_lora_rank 8": lambda e: replace(e, adapter={**(e.adapter or {}), "r": 16}),
+    "the trainer publishes all weights, the engine was started with LoRA": lambda e: replace(e, adapter=None),
+}
+
+
+@pytest.mark.parametrize("text", MISFITS)
+def test_an_adapter_that_does_not_fit_is_refused_and_the_old_one_serves_on(live: Live, text: str) -> None:
+    with pytest.raises(WeightSyncError, match=text):
+        live.run(live.generator.connect(MISFITS[text](live.trainer.endpoint)))
+    live.run(live.sync())
+    live.trainer.check(live.run(live.answers(1, 16))[0])
