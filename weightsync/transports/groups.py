@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from weightsync.layout import Entry
 from weightsync.transports.board import BoardClient, Clock, GlooStore, Lost
-from weightsync.transports.messages import MESSAGE_BYTES, Asked, aligned
+from weightsync.transports.messages import BUCKET_BYTES, SLICE_BYTES, Asked, aligned
 
 Round = list[tuple[int, list[torch.Tensor]]]
 """One message for each member that has one left: the member's rank in the group, the message's pieces."""
@@ -64,6 +64,11 @@ def _in_one(pieces: Sequence[torch.Tensor], kind: str) -> torch.Tensor | None:
     return first.reshape(-1).view(torch.uint8)
 
 
+def _bucket_bytes(pieces: Sequence[torch.Tensor]) -> int:
+    """A slice takes a bucket only where its memory is not the group's."""
+    return BUCKET_BYTES if sum(aligned(piece.nbytes) for piece in pieces) <= BUCKET_BYTES else SLICE_BYTES
+
+
 def _in_bucket(bucket: torch.Tensor, pieces: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The bytes of `bucket` that a message takes, and its pieces in there."""
     views: list[torch.Tensor] = []
@@ -90,7 +95,7 @@ class GlooGroup(Group):
         self._store = GlooStore(client, f"{name}/")
         self._other = (rank + 1) % size
         self._flights: deque[_Flight] = deque()
-        self._free: list[torch.Tensor] = []
+        self._free: dict[int, list[torch.Tensor]] = {BUCKET_BYTES: [], SLICE_BYTES: []}
         gloo: Any = dist.ProcessGroupGloo  # whose type stub is behind
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=client.own_ip)]
@@ -112,7 +117,8 @@ class GlooGroup(Group):
         assert group is not None, "a closed group is not used"
         data, bucket, unpack = _in_one(pieces, "cpu"), None, []
         if data is None:
-            bucket = self._free.pop() if self._free else _host_bucket(pieces[0].is_cuda)
+            size = _bucket_bytes(pieces)
+            bucket = self._free[size].pop() if self._free[size] else _host_bucket(size, pieces[0].is_cuda)
             data, views = _in_bucket(bucket, pieces)
             unpack = list(zip(pieces, views, strict=True))
             if sending:
@@ -138,7 +144,7 @@ class GlooGroup(Group):
         for piece, view in flight.unpack:
             piece.copy_(view)
         if flight.bucket is not None:
-            self._free.append(flight.bucket)
+            self._free[flight.bucket.numel()].append(flight.bucket)
         self._flights.popleft()
 
     def abort(self) -> None:
@@ -154,8 +160,8 @@ class GlooGroup(Group):
         self._free.clear()
 
 
-def _host_bucket(pinned: bool) -> torch.Tensor:
-    return torch.empty(MESSAGE_BYTES, dtype=torch.uint8, pin_memory=pinned)
+def _host_bucket(size: int, pinned: bool) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
 
 class NcclGroup(Group):
@@ -164,7 +170,7 @@ class NcclGroup(Group):
     def __init__(self, store: dist.Store, name: str, rank: int, size: int, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._buckets: dict[int, torch.Tensor] = {}
+        self._buckets: dict[tuple[int, int], torch.Tensor] = {}
         self._works: list[tuple[int, Any]] = []
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
@@ -206,9 +212,10 @@ class NcclGroup(Group):
         for member, pieces in messages:
             whole = _in_one(pieces, "cuda")
             if whole is None:
-                if member not in self._buckets:
-                    self._buckets[member] = torch.empty(MESSAGE_BYTES, dtype=torch.uint8, device=self._device)
-                whole, views = _in_bucket(self._buckets[member], pieces)
+                size = _bucket_bytes(pieces)
+                if (member, size) not in self._buckets:
+                    self._buckets[member, size] = torch.empty(size, dtype=torch.uint8, device=self._device)
+                whole, views = _in_bucket(self._buckets[member, size], pieces)
                 shared += zip(pieces, views, strict=True)
             data.append((member, whole))
         if sending:

@@ -18,7 +18,8 @@ import torch
 from weightsync.layout import Box, Entry, Layout, box_shape, numel, sub_view
 from weightsync.plan import Move
 
-MESSAGE_BYTES = 16 << 20
+SLICE_BYTES = 64 << 20
+BUCKET_BYTES = 16 << 20
 ALIGNMENT = 64
 # A message costs gloo two wake-ups, as much as copying a megabyte or two: below this size pieces share a bucket.
 _DIRECT_BYTES = 4 << 20
@@ -67,12 +68,12 @@ def cut(moves: Iterable[Move], source: Layout, full: Layout) -> list[Message]:
         if here.nbytes >= _DIRECT_BYTES:
             if here.name or there.name:
                 size = held[name].torch_dtype.itemsize
-                chunks = list(_chunks(box, MESSAGE_BYTES // size))
+                chunks = list(_chunks(box, BUCKET_BYTES // size))
                 messages += [[(_region(held[name], chunk), _region(wanted[name], chunk))] for chunk in chunks]
             else:
-                messages += [[(_slice(here, at), _slice(there, at))] for at in range(0, here.nbytes, MESSAGE_BYTES)]
+                messages += [[(_slice(here, at), _slice(there, at))] for at in range(0, here.nbytes, SLICE_BYTES)]
             continue
-        if filled + here.nbytes > MESSAGE_BYTES:
+        if filled + here.nbytes > BUCKET_BYTES:
             messages.append(bucket)
             bucket, filled = [], 0
         bucket.append((here, there))
@@ -133,12 +134,12 @@ def _chunks(box: Box, most: int) -> Iterator[Box]:
 
 
 def _slice(run: Region, at: int) -> Region:
-    return Region(run.start + at, min(MESSAGE_BYTES, run.nbytes - at))
+    return Region(run.start + at, min(SLICE_BYTES, run.nbytes - at))
 
 
 def slices(nbytes: int) -> Asked:
     """A payload as messages."""
-    return [[_slice(Region(0, nbytes), at)] for at in range(0, nbytes, MESSAGE_BYTES)]
+    return [[_slice(Region(0, nbytes), at)] for at in range(0, nbytes, SLICE_BYTES)]
 
 
 def aligned(nbytes: int) -> int:
