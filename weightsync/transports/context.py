@@ -47,7 +47,9 @@ def make_image(nbytes: int, device: torch.device | None = None) -> torch.Tensor:
     """Memory for a model in the full layout, uint8 `[nbytes]`; on the host only pages that are written exist."""
     if device is not None and device.type == "cuda":
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
-    return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
+    # Private: of a shared mapping even a page that is only read would exist.
+    memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
 
 
 def stamp(buffer: torch.Tensor, data_nbytes: int, slot: int) -> torch.Tensor:
