@@ -23,7 +23,7 @@ from forge.launch import Hosts
 from weightsync.config import KvMode
 
 PROMPTS = [[33, 50, 27, 7, 8, 9, 10, 20, 7 + i] for i in range(4)]
-LENGTH = 160
+LENGTH = 240
 KV_MODES = get_args(KvMode)
 
 
