@@ -6,11 +6,13 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -48,6 +50,7 @@ def nothing_stays_behind() -> Iterator[None]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(processes, timeout=5)
+    end_resource_tracker(GRACE_S)
     leaked = shm_segments() - segments
     leaked -= held_segments() if leaked else set()
     if foreign_resource_tracker():
@@ -68,6 +71,15 @@ def hosts() -> Iterator[Hosts]:
         signal.signal(number, handler)
     yield hosts
     hosts.tear_down()
+
+
+def end_resource_tracker(grace_s: float) -> None:
+    """What processes that were killed had named is unlinked by this session's resource tracker, when it ends."""
+    tracker: Any = resource_tracker._resource_tracker
+    # In a thread: it waits for the last process that holds the tracker's pipe.
+    ending = threading.Thread(target=tracker._stop, daemon=True)
+    ending.start()
+    ending.join(grace_s)
 
 
 def foreign_resource_tracker() -> bool:
