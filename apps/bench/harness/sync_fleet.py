@@ -94,7 +94,7 @@ class Fleet:
             lora_rank=RANK if adapted else 0,
             lora_targets=list(adapted),
         )
-        arguments: dict[str, Any] = {"seed": 0, "stop_ids": [], "label": name, "replica": number, "env": _GENERATOR_ENV}
+        arguments: dict[str, Any] = {"seed": 0, "stop_ids": [], "replica": number, "env": _GENERATOR_ENV}
         mesh = await self.cluster.spawn(GENERATOR, BenchGenerator, config, self.model, "float32", **arguments)
         replica = Replica(mesh, name, config)
         await replica.setup(make_prompt(0))
