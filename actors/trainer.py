@@ -208,6 +208,7 @@ class Trainer:
 
     def connect(self, dtype: str, sync: WeightSyncConfig, transport: str, folder: str = "") -> Endpoint:
         """Lays out what this rank publishes, for generators of `dtype`; all ranks call it at the same time."""
+        self.close()  # what an earlier connect made
         self._publisher = Publisher(
             [*self.policy.hf.named_parameters(), *_persistent_buffers(self.policy.hf)],
             getattr(torch, dtype),
