@@ -1,4 +1,4 @@
-"""vLLM behind five verbs: start, generate, abort, stage, flip. The only importer of vllm besides the receiver.
+"""vLLM behind five verbs: start, generate, abort, stage, flip.
 
 Token ids in and out, no detokenisation: what was sampled is what is trained. Log-probs are those of the
 distribution that was sampled from (after temperature, top-k, top-p).
@@ -322,7 +322,7 @@ class VllmEngine:
                 results = await self._call("forge_flip", version)
                 if not all(result["labelled"] for result in results):
                     assert not alone, "the engine was not among the flip's callers; tokens would carry the old version"
-                    await self._engine.update_weight_version(str(version))
+                    await self._answer(self._engine.update_weight_version(str(version)), "update_weight_version")
                 pause_s = float(max(result["pause_s"] for result in results))
             self._broken = ""
             return pause_s

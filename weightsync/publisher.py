@@ -19,7 +19,7 @@ from weightsync.adapters import AdapterSpec
 from weightsync.checksums import sum_as_one, sums
 from weightsync.config import WeightSyncConfig
 from weightsync.layout import Box, Entry, Layout, box_shape, make_layout, numel
-from weightsync.offer import Endpoint, Offer, RankOffer
+from weightsync.offer import DELTA, FULL, Endpoint, Offer, RankOffer
 from weightsync.shards import Source, claim, published, tensor_box
 from weightsync.snapshot import Snapshots
 from weightsync.transports import MAPPED, make_sender
@@ -60,7 +60,8 @@ class Publisher:
         sources = _sources(named, dtype, model_type)
         full, layouts, shared = _lay_out(sources, gather, in_place=transport == "memory")
         self._layout = layouts[rank]
-        self._sources = [source for source in sources if source.name in {e.name for e in self._layout.entries}]
+        owned = {entry.name for entry in self._layout.entries}
+        self._sources = [source for source in sources if source.name in owned]
         device = self._tensors[0].device
         self._snapshots = Snapshots(
             self._layout,
@@ -160,8 +161,8 @@ def combine(offers: Sequence[RankOffer], endpoint: Endpoint, version: int, buffe
     smaller = [size for size in sizes if size is not None]
     checks = [offer.sums for offer in offers]
     if len(smaller) == len(offers):
-        return Offer(version, buffer, "delta", base, smaller, checks)
-    return Offer(version, buffer, "full", -1, [source.nbytes for source in endpoint.sources], checks)
+        return Offer(version, buffer, DELTA, base, smaller, checks)
+    return Offer(version, buffer, FULL, -1, [source.nbytes for source in endpoint.sources], checks)
 
 
 def _sources(named: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype, model_type: str) -> list[Source]:

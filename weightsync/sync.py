@@ -58,14 +58,13 @@ class Sink(Protocol):
 class Applied:
     """Every serving replica holds `version`. `stage_s` and `pause_s` are the longest among them, in seconds.
 
-    `nbytes` left the trainer for each replica, 0 where its memory is mapped; `skipped` versions were overtaken.
+    `skipped` versions were overtaken.
     """
 
     version: int
     stage_s: float
     pause_s: float
     skipped: int
-    nbytes: int = 0
 
 
 @dataclass(eq=False)
@@ -182,9 +181,8 @@ class WeightSync:
                     return
                 self._wake.clear()
                 await self._admit()
-                newest = self._newest
-                if newest is not None and any(r.version < newest.version for r in self._replicas):
-                    await self._update(newest)
+                if self._newest is not None:
+                    await self._update(self._newest)
                 version = min((r.version for r in self._replicas), default=self.published_version)
                 if version > self.applied_version:
                     self.applied_version = version
@@ -196,11 +194,9 @@ class WeightSync:
     async def _update(self, newest: _Snapshot) -> None:
         """Brings every replica that is behind to `newest`; a failure is raised, or leaves it behind for a retry."""
         behind = [replica for replica in self._replicas if replica.version < newest.version]
-        self._reading = newest.buffer
-        try:
-            errors = await self._bring(behind, newest)
-        finally:
-            self._reading = None
+        if not behind:
+            return
+        errors = await self._bring(behind, newest)
         if not errors:
             self._failures = 0
             return
@@ -211,6 +207,13 @@ class WeightSync:
 
     async def _bring(self, replicas: Sequence[_Replica], newest: _Snapshot) -> list[ForgeError]:
         """Stages on all at once, flips in turn; returns what went wrong."""
+        self._reading = newest.buffer
+        try:
+            return await self._offer_and_apply(replicas, newest)
+        finally:
+            self._reading = None
+
+    async def _offer_and_apply(self, replicas: Sequence[_Replica], newest: _Snapshot) -> list[ForgeError]:
         base = self._offered if all(replica.staged == self._offered for replica in replicas) else -1
         self._offered = newest.version
         what = f"the trainer to offer version {newest.version}"
@@ -255,23 +258,20 @@ class WeightSync:
 
     async def _admit(self) -> None:
         """Connects the replicas that want to join and brings each to the newest version before it counts."""
-        waiting, self._joining = self._joining, []
-        for joining in waiting:
+        while self._joining:
+            joining = self._joining[0]  # stays there until it has been answered
             replica = _Replica(joining.sink)
             try:
                 await self._meet(replica)
                 while (newest := self._newest) is not None and replica.version < newest.version:
-                    self._reading = newest.buffer
-                    errors = await self._bring([replica], newest)
-                    self._reading = None
-                    if errors:
+                    if errors := await self._bring([replica], newest):
                         raise errors[0]
             except Exception as error:
-                self._reading = None
                 joining.joined.set_exception(error)
             else:
                 self._replicas.append(replica)
                 joining.joined.set_result(replica.version)
+            self._joining.pop(0)
 
     async def _meet(self, replica: _Replica) -> None:
         assert self._endpoint is not None, "connect comes first"
