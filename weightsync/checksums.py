@@ -69,7 +69,7 @@ def verify(
                 f"version {version} ({full.nbytes} bytes) did not arrive as it was sent; not applied, send it again"
             )
         return
-    held = {entry.name: entry for entry in full.entries}
+    held = full.by_name
     wrong: dict[str, str] = {}
     checked = 0
     for rank, (source, numbers) in enumerate(zip(sources, expected, strict=True)):

@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-from xxhash import xxh3_64, xxh3_64_intdigest
+from xxhash import xxh3_64
 
 from forge.errors import WeightSyncError
 from weightsync.layout import Box, Entry, Layout, intersect
@@ -85,7 +85,7 @@ def apply(
         _check(payload, source, rank, version, base_version)
         for rank, (payload, source) in enumerate(zip(payloads, sources, strict=True))
     ]
-    held = {entry.name: entry for entry in full.entries}
+    held = full.by_name
     written = 0
     for data, source in zip(checked, sources, strict=True):
         reader = _Reader(data)
@@ -173,7 +173,7 @@ class _Writer:
             return None
         data = self._data[: self._at]
         data[:HEADER_BYTES] = 0
-        signed = (_MAGIC, version, base_version, self._at, self._changed, _layout_key(layout))
+        signed = (_MAGIC, version, base_version, self._at, self._changed, layout.key)
         _HEADER.pack_into(data.data, 0, *signed, 0)
         _HEADER.pack_into(data.data, 0, *signed, _checksum(data))
         return self._at
@@ -218,7 +218,7 @@ def _check(payload: torch.Tensor, layout: Layout, rank: int, version: int, base_
         raise WeightSyncError(
             f"{what} makes {found} of {base}, and this worker holds {base_version} and expects {version}; {_REMEDY}"
         )
-    if key != _layout_key(layout):
+    if key != layout.key:
         raise WeightSyncError(f"{what} was made for another layout than the one this worker knows; {_REMEDY}")
     return data
 
@@ -231,10 +231,6 @@ def _checksum(data: Array) -> int:
     state = xxh3_64(data[:_SIGNED].data)
     state.update(data[HEADER_BYTES:].data)
     return state.intdigest()
-
-
-def _layout_key(layout: Layout) -> int:
-    return xxh3_64_intdigest(repr(layout.plain()).encode())
 
 
 def _padded(nbytes: int) -> int:

@@ -11,16 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
+from xxhash import xxh3_64_intdigest
 
 from forge.errors import WeightSyncError
 
 # (start, stop) per dimension, in coordinates of the full parameter; () is the box of a scalar.
 Box = tuple[tuple[int, int], ...]
 
-_ALIGNMENT = 64
+ALIGNMENT = 64
 # Path components that wrappers add: torch.compile, activation checkpointing, FSDP1, a PEFT layer around its base.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "base_layer"}
 
@@ -72,6 +74,15 @@ class Layout:
     entries: tuple[Entry, ...]
     nbytes: int
 
+    @cached_property
+    def by_name(self) -> dict[str, Entry]:
+        return {entry.name: entry for entry in self.entries}
+
+    @cached_property
+    def key(self) -> int:
+        """64 bits that are the same for equal entries, so that two sides can tell that they mean one layout."""
+        return xxh3_64_intdigest(repr(self.plain()).encode())
+
     def plain(self) -> list[list[Any]]:
         """The layout in lists, text and numbers, for messages that carry nothing else."""
         return [[e.name, e.dtype, list(e.shape), e.offset, e.nbytes, [list(r) for r in e.box]] for e in self.entries]
@@ -82,7 +93,7 @@ class Layout:
             Entry(name, dtype, tuple(shape), offset, nbytes, tuple((start, stop) for start, stop in box))
             for name, dtype, shape, offset, nbytes, box in rows
         )
-        return Layout(entries, max((_aligned(e.offset + e.nbytes) for e in entries), default=0))
+        return Layout(entries, max((aligned(e.offset + e.nbytes) for e in entries), default=0))
 
 
 def clean_name(name: str) -> str:
@@ -134,7 +145,7 @@ def make_layout(
             raise WeightSyncError(f"box {box} of {name} reaches out of its shape {shape}")
         nbytes = numel(box) * dtype.itemsize
         entries.append(Entry(name, str(dtype).removeprefix("torch."), shape, offset, nbytes, box))
-        offset = _aligned(offset + nbytes)
+        offset = aligned(offset + nbytes)
     return Layout(tuple(entries), offset)
 
 
@@ -156,5 +167,5 @@ def sub_view(buffer: torch.Tensor, entry: Entry, box: Box) -> torch.Tensor:
     return part[tuple(slice(start - o, stop - o) for (start, stop), o in zip(box, origin, strict=True))]
 
 
-def _aligned(offset: int) -> int:
-    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+def aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT

@@ -36,7 +36,7 @@ from weightsync.transports.base import Puller, Sender
 from weightsync.transports.board import Board, BoardClient, Clock, Lost
 from weightsync.transports.context import PullerContext, SenderContext, make_image
 from weightsync.transports.groups import GlooGroup, Group, first_words, nccl_device, nccl_group, rounds
-from weightsync.transports.messages import Asked, cut, digest, read_plan, slices, write_plan
+from weightsync.transports.messages import Asked, cut, read_plan, slices, write_plan
 
 _CLOSE_S = 5.0
 
@@ -198,8 +198,7 @@ class CollectiveSender(Sender):
 
     def __init__(self, context: SenderContext) -> None:
         self._context = context
-        self._entries = {entry.name: entry for entry in context.layout.entries}
-        self._layout_digest = digest(context.layout)
+        self._entries = context.layout.by_name
         self._seats: dict[str, _Seat] = {}
         self._board = Board(os.environ.get(NODE_IP_ENV, "127.0.0.1")) if context.rank == 0 else None
         self._address = self._board.address if self._board else ("", 0)
@@ -232,7 +231,7 @@ class CollectiveSender(Sender):
             device=context.buffers[0].device,
             deadline_s=context.deadline_s,
             learn=[f"plan/{worker}/{context.rank}" for worker in range(len(needed))],
-            read=partial(read_plan, self._layout_digest),
+            read=partial(read_plan, context.layout.key),
         )
 
     def send(self, peer: str, offer: Offer) -> None:
@@ -267,7 +266,7 @@ class CollectivePuller(Puller):
 
     def __init__(self, context: PullerContext) -> None:
         self._context = context
-        self._entries = {entry.name: entry for entry in context.layout.entries}
+        self._entries = context.layout.by_name
         self._image: torch.Tensor | None = None
         moves = [move for move in pair(context.sources, context.needed) if move.target == context.tp_rank]
         messages = [

@@ -174,7 +174,7 @@ class FileSender(Sender):
             if offer.kind == FULL:
                 _write(fd, header)
                 buffer = self._context.buffers[offer.buffer]
-                entries = {entry.name: entry for entry in self._context.layout.entries}
+                entries = self._context.layout.by_name
                 for tensor in tensors:
                     for block in view(buffer, entries[tensor["name"]]).reshape(-1).split(tensor["block"]):
                         _before(deadline, self._context.deadline_s, f"{path} to be written ({size} bytes)")
@@ -298,7 +298,7 @@ class FilePuller(Puller):
     def __init__(self, context: PullerContext) -> None:
         self._context = context
         self._needed = context.needed[context.tp_rank]
-        self._held = {entry.name: entry for entry in context.layout.entries}
+        self._held = context.layout.by_name
         self._image: torch.Tensor | None = None
 
     def pull(self, offer: Offer) -> torch.Tensor:

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weightsync.layout import Entry
+from weightsync.layout import Entry, aligned
 from weightsync.transports.board import BoardClient, Clock, GlooStore, Lost
-from weightsync.transports.messages import BUCKET_BYTES, SLICE_BYTES, Asked, aligned
+from weightsync.transports.messages import BUCKET_BYTES, SLICE_BYTES, Asked
 
 Round = list[tuple[int, list[torch.Tensor]]]
 """One message for each member that has one left: the member's rank in the group, the message's pieces."""

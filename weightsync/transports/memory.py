@@ -39,10 +39,6 @@ class MemorySender(Sender):
     def link(self) -> dict[str, Any]:
         return {"buffers": [asdict(segment.ref) for segment in self._segments], "shared": self._shared}
 
-    def close(self) -> None:
-        for segment in self._segments:
-            segment.close()
-
 
 class MemoryPuller(Puller):
     """Reads what the trainer's ranks have written, where they have written it."""
@@ -66,12 +62,10 @@ class MemoryPuller(Puller):
         self.confirm(offer)
         if self._image is None:
             return self._buffers[0][offer.buffer][: context.layout.nbytes]
-        full = {entry.name: entry for entry in context.layout.entries}
-        held = [{entry.name: entry for entry in source.entries} for source in context.sources]
         for move in self._moves:
             source = self._buffers[move.source][offer.buffer]
-            piece = sub_view(source, held[move.source][move.name], move.box)
-            sub_view(self._image, full[move.name], move.box).copy_(piece)
+            piece = sub_view(source, context.sources[move.source].by_name[move.name], move.box)
+            sub_view(self._image, context.layout.by_name[move.name], move.box).copy_(piece)
         return self._image
 
     def confirm(self, offer: Offer) -> None:

@@ -7,7 +7,6 @@ or scattered shares a bucket, packed on one side and unpacked on the other.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +14,11 @@ from typing import Any
 
 import torch
 
-from weightsync.layout import Box, Entry, Layout, box_shape, numel, sub_view
+from weightsync.layout import ALIGNMENT, Box, Entry, Layout, aligned, box_shape, numel, sub_view
 from weightsync.plan import Move
 
 SLICE_BYTES = 64 << 20
 BUCKET_BYTES = 16 << 20
-ALIGNMENT = 64
 # A message costs gloo two wake-ups, as much as copying a megabyte or two: below this size pieces share a bucket.
 _DIRECT_BYTES = 4 << 20
 
@@ -59,8 +57,7 @@ Message = list[tuple[Region, Region]]
 
 def cut(moves: Iterable[Move], source: Layout, full: Layout) -> list[Message]:
     """The messages that make the moves from a trainer rank with layout `source` to one worker."""
-    held = {entry.name: entry for entry in source.entries}
-    wanted = {entry.name: entry for entry in full.entries}
+    held, wanted = source.by_name, full.by_name
     messages: list[Message] = []
     bucket: Message = []
     filled = 0
@@ -142,25 +139,17 @@ def slices(nbytes: int) -> Asked:
     return [[_slice(Region(0, nbytes), at)] for at in range(0, nbytes, SLICE_BYTES)]
 
 
-def aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
 Asked = list[list[Region]]
 """A worker's messages from one trainer rank, as that rank sees them."""
 
 
 def write_plan(source: Layout, messages: Sequence[Message]) -> str:
     asked = [[here.plain() for here, _ in message] for message in messages]
-    return json.dumps({"layout": digest(source), "messages": asked})
+    return json.dumps({"layout": source.key, "messages": asked})
 
 
-def read_plan(layout_digest: str, plan: str) -> Asked:
+def read_plan(layout_key: int, plan: str) -> Asked:
     values = json.loads(plan)
-    if values["layout"] != layout_digest:
+    if values["layout"] != layout_key:
         raise ValueError("a worker was told of another layout than this rank has")
     return [[Region.from_plain(region) for region in message] for message in values["messages"]]
-
-
-def digest(layout: Layout) -> str:
-    return hashlib.sha256(json.dumps(layout.plain()).encode()).hexdigest()[:16]

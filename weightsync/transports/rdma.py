@@ -21,7 +21,7 @@ from forge.mesh import within
 from forge.segment import Segment
 from weightsync import delta
 from weightsync.layout import full_box, sub_view, view
-from weightsync.offer import DELTA, Endpoint, Offer
+from weightsync.offer import DELTA, FULL, Endpoint, Offer
 from weightsync.transports.base import Sender
 from weightsync.transports.context import STAMP_BYTES, stamp
 
@@ -88,7 +88,7 @@ class RdmaReader:
             await asyncio.to_thread(self._scatter)
         self._held = offer.version
         self._stamp(offer.version)
-        return replace(offer, kind="full", buffer=0, base=-1)
+        return replace(offer, kind=FULL, buffer=0, base=-1)
 
     async def _read_delta(self, offer: Offer) -> None:
         layout, reads, payloads = self._endpoint.layout, [], []
@@ -116,7 +116,7 @@ class RdmaReader:
             raise WeightSyncError(f"{what} failed: {error}") from error
 
     def _scatter(self) -> None:
-        full = {entry.name: entry for entry in self._endpoint.layout.entries}
+        full = self._endpoint.layout.by_name
         for source, scratch in zip(self._endpoint.sources, self._scratch, strict=True):
             for entry in source.entries:
                 sub_view(self._image, full[entry.name], entry.box).copy_(view(scratch, entry))
