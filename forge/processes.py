@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import signal
+import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -20,6 +22,8 @@ __all__ = ["RANK_ENV", "RUN_ID_ENV", "DeathWatch", "MarkedProcess", "kill_marked
 
 RANK_ENV = "MESHFORGE_RANK"
 """Rank of a process in its mesh."""
+# linux/pidfd.h: _IOWR(0xFF, 11, struct pidfd_info), whose first word is a mask and whose last the status of wait(2).
+_PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,8 @@ def kill_marked(run_id: str, *, name: str = "") -> int:
 class DeathWatch:
     """Calls `on_death(name, reason)` on the running loop when a watched process ends."""
 
-    # Time for Monarch's report, which knows the exit status, where Monarch reaped the process before we looked.
+    # Time for Monarch's report, which knows the exit status, where Monarch reaped the process before we looked and
+    # the kernel does not remember.
     grace_s = 2.0
 
     def __init__(self, on_death: Callable[[str, str], None]) -> None:
@@ -92,6 +97,7 @@ class DeathWatch:
             status = os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if status is not None:
                 reason = describe_exit(status.si_status, killed=status.si_code != os.CLD_EXITED)
+        reason = reason or _remembered_exit(handle)
         self._forget(handle)
         if reason:
             self._on_death(name, rank + reason)
@@ -102,3 +108,17 @@ class DeathWatch:
         self._loop.remove_reader(handle)
         self._handles.discard(handle)
         os.close(handle)
+
+
+def _remembered_exit(handle: int) -> str:
+    """How the process behind a pidfd ended, though somebody has reaped it; "" before Linux 6.15, which forgets."""
+    info = bytearray(struct.pack("=Q56x", _PIDFD_INFO_EXIT))
+    try:
+        fcntl.ioctl(handle, _PIDFD_GET_INFO, info)
+    except OSError:
+        return ""
+    mask, status = struct.unpack("=Q52xi", info)
+    if not mask & _PIDFD_INFO_EXIT:
+        return ""
+    killed = os.WIFSIGNALED(status)
+    return describe_exit(os.WTERMSIG(status) if killed else os.WEXITSTATUS(status), killed=killed)

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
 
 import pytest
 
+from forge import processes
 from forge.processes import RANK_ENV, RUN_ID_ENV, DeathWatch, kill_marked, marked_processes
 
 SLEEPER = "import time; print(1, flush=True); time.sleep(600)"
@@ -79,8 +81,7 @@ def test_a_death_is_told_with_its_cause_and_leaves_the_process_to_its_parent(
         end(process)
 
 
-def test_a_death_whose_cause_another_has_taken_is_told_after_a_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DeathWatch, "grace_s", 0.01)
+def reason_of_one_that_another_reaped() -> str:
     process = start("reaped-run/judge")
 
     async def main() -> str:
@@ -95,9 +96,23 @@ def test_a_death_whose_cause_another_has_taken_is_told_after_a_grace(monkeypatch
             watch.close()
 
     try:
-        assert asyncio.run(main()) == "its process ended"
+        return asyncio.run(main())
     finally:
         end(process)
+
+
+def test_a_death_whose_cause_another_has_taken_is_told_after_a_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeathWatch, "grace_s", 0.01)
+    monkeypatch.setattr(processes, "_remembered_exit", lambda handle: "")  # as kernels before 6.15 do
+    assert reason_of_one_that_another_reaped() == "its process ended"
+
+
+LINUX = tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[:2])
+
+
+@pytest.mark.skipif(LINUX < (6, 15), reason="this kernel forgets how a reaped process ended")
+def test_a_death_whose_cause_another_has_taken_is_told_by_the_kernel_without_delay() -> None:
+    assert reason_of_one_that_another_reaped().startswith("its process was killed by SIGKILL")
 
 
 def test_processes_that_others_started_are_not_watched() -> None:
