@@ -98,6 +98,8 @@ class VllmEngine:
         self._open.set()
         # Why the weights are a mix of two versions, until a whole one comes; and how often that has happened.
         self._broken, self._breaks = "", 0
+        # A flip that nobody waits for any more may still land: which version serves is not known until another has.
+        self._unsure = False
         self.kv_mode = config.kv_mode
         self.adapters: EngineAdapters | None = None
         """With LoRA: the adapters, which are all that travels then."""
@@ -227,9 +229,9 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        # Salted by version: no block of an older version's prefix cache serves a newer one.
-        request = {"prompt_token_ids": prompt, "cache_salt": f"v{self._version}"}
         running = self._running[name] = f"{name}.{next(self._ids)}"
+        # Salted by version: no block of an older version's prefix cache serves a newer one.
+        request = {"prompt_token_ids": prompt, "cache_salt": running if self._unsure else f"v{self._version}"}
         final = None
         try:
             with self.adapters.use() if self.adapters else contextlib.nullcontext() as adapter:
@@ -302,8 +304,10 @@ class VllmEngine:
                 pause_s = await self._make_live(version)
             except BaseException as error:
                 self._version = old
+                self._unsure = self._unsure or isinstance(error, asyncio.CancelledError)
                 why = self._broken or f"version {version} could not be made live, {old} goes on:\n{error}"
                 raise WeightSyncError(why) from error
+        self._unsure = False
         return time.perf_counter() - begin if begin else pause_s
 
     async def _make_live(self, version: int) -> float:

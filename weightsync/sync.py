@@ -111,6 +111,7 @@ class WeightSync:
         self._failures = 0
         self._skipped = 0
         self._closed = False
+        self._ended = False
         self.published_version = 0
         self.applied_version = 0
 
@@ -157,8 +158,11 @@ class WeightSync:
     async def join(self, sink: Sink) -> int:
         """Takes in a replica that comes late or came back, while `run` runs; returns the version it serves then.
 
-        It is to get its first request after this call. Raises what went wrong with it; the others go on.
+        It is to get its first request after this call. Raises what went wrong with it, WeightSyncError when `run` has
+        ended; the others go on.
         """
+        if self._ended:
+            raise WeightSyncError(f"{sink.name} cannot join: the weight loop has ended")
         joining = _Joining(sink)
         self._joining.append(joining)
         self._wake.set()
@@ -188,6 +192,7 @@ class WeightSync:
                     self.applied_version = version
                     await on_applied(self._report(version))
         finally:
+            self._ended = True
             for joining in self._joining:
                 joining.joined.cancel()
 
@@ -267,10 +272,12 @@ class WeightSync:
                     if errors := await self._bring([replica], newest):
                         raise errors[0]
             except Exception as error:
-                joining.joined.set_exception(error)
+                if not joining.joined.done():
+                    joining.joined.set_exception(error)
             else:
-                self._replicas.append(replica)
-                joining.joined.set_result(replica.version)
+                if not joining.joined.done():  # who asked for it may have left
+                    self._replicas.append(replica)
+                    joining.joined.set_result(replica.version)
             self._joining.pop(0)
 
     async def _meet(self, replica: _Replica) -> None:

@@ -296,6 +296,28 @@ def test_a_replica_that_cannot_join_harms_nobody() -> None:
     run(scenario)
 
 
+def test_a_join_is_refused_once_the_loop_has_ended_and_given_up_by_who_asked_for_it() -> None:
+    async def scenario() -> None:
+        trainer = FakeTrainer()
+        late, other = FakeReplica(trainer, "late"), FakeReplica(trainer, "other")
+        async with Running(trainer, [FakeReplica(trainer)]) as running:
+            await running.sync.publish(1)
+            late.may_go_on.clear()
+            joining = asyncio.create_task(running.sync.join(late))
+            await asyncio.sleep(0.01)
+            joining.cancel()
+            await asyncio.wait([joining])
+            late.may_go_on.set()
+            assert await running.sync.join(other) == 1, "one who left ended the loop"
+            await running.sync.publish(2)
+            await other.until(2)
+            assert "late" not in running.sync.describe()
+        with pytest.raises(WeightSyncError, match="the weight loop has ended"):
+            await running.sync.join(late)
+
+    run(scenario)
+
+
 def test_nobody_waits_for_a_replica_that_has_left() -> None:
     async def scenario() -> None:
         trainer = FakeTrainer()
