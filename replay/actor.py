@@ -15,7 +15,8 @@ from tensordict import TensorDict
 
 import forge.channel
 from forge.mesh import within
-from replay.service import Channel, Replay, ReplayConfig, SampledBatch
+from replay.config import ReplayConfig
+from replay.service import Channel, Replay, SampledBatch
 from replay.staleness import Ticket
 
 __all__ = ["Replay", "ReplayActor", "ReplayClient", "ReplayConfig", "SampledBatch", "Ticket"]

@@ -23,35 +23,12 @@ from tensordict import TensorDict
 
 import forge.channel
 from forge.batch import check_batch
-from forge.errors import ConfigError, DeadlineExceeded, SchemaError, StalenessError
-from replay.buffer import Counts, Record, ReplayBuffer, summarize
+from forge.errors import DeadlineExceeded, SchemaError, StalenessError
+from replay.buffer import Counts, ReplayBuffer
+from replay.config import ReplayConfig
 from replay.shards import make_shards
 from replay.staleness import Admission, Ticket
-
-
-@dataclass
-class ReplayConfig:
-    """How far generation may run ahead of training."""
-
-    max_staleness: int = 1
-    """Policy versions, at most, between an episode's oldest token and the trainer that consumes it; 0 is
-    strictly on-policy, which is the synchronous baseline."""
-    reserve_timeout_s: float = 600.0
-    """Seconds that a rollout loop waits for a free slot before the run fails, naming who holds the slots."""
-    sample_timeout_s: float = 600.0
-    """Seconds that the train loop waits for a batch before the run fails, naming the missing groups."""
-    max_degenerate_in_a_row: int = 256
-    """Groups, dropped one after the other because all their rewards are equal, before the run fails."""
-
-    def __post_init__(self) -> None:
-        if self.max_staleness < 0:
-            raise ConfigError(
-                f"replay.max_staleness must be >= 0, got {self.max_staleness}; use 0 for strictly on-policy"
-            )
-        for name in ("reserve_timeout_s", "sample_timeout_s", "max_degenerate_in_a_row"):
-            value = getattr(self, name)
-            if not value > 0:
-                raise ConfigError(f"replay.{name} must be > 0, got {value}; leave it out for the default")
+from replay.storage import Record, summarize
 
 
 class Channel(Protocol):

@@ -17,7 +17,7 @@ from forge.losses import LossConfig
 from forge.placement import MeshConfig, Placement, place
 from forge.registry import lookup
 from forge.report import RunConfig, check_run
-from replay.service import ReplayConfig
+from replay.config import ReplayConfig
 from weightsync.config import WeightSyncConfig
 
 DEFAULT_PRESET = Path(__file__).with_name("smollm2.yaml")

@@ -15,7 +15,8 @@ from tensordict import TensorDict
 from forge import channel
 from forge.batch import make_group
 from forge.errors import DeadlineExceeded, RewardError, SchemaError, StalenessError
-from replay.actor import Replay, ReplayActor, ReplayClient, ReplayConfig
+from replay.actor import Replay, ReplayActor, ReplayClient
+from replay.config import ReplayConfig
 
 GROUPS_PER_STEP = 2
 

@@ -9,8 +9,9 @@ import torch
 
 from forge.batch import make_group
 from forge.errors import RewardError, SchemaError, StalenessError
-from replay.buffer import Record, ReplayBuffer, summarize
+from replay.buffer import ReplayBuffer
 from replay.staleness import Admission, Ticket
+from replay.storage import Record, summarize
 
 
 def group(*versions: list[int], rewards: list[float] | None = None) -> Record:

@@ -12,7 +12,8 @@ from tensordict import TensorDict
 
 from forge import channel
 from forge.batch import make_group, oldest_version
-from replay.service import Replay, ReplayConfig
+from replay.config import ReplayConfig
+from replay.service import Replay
 
 GRID = list(itertools.product(range(4), range(1, 4)))
 

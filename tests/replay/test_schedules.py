@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from replay.buffer import Record, ReplayBuffer
+from replay.buffer import ReplayBuffer
 from replay.staleness import Admission, Ticket
+from replay.storage import Record
 
 NOTHING = TensorDict({}, batch_size=[])
 GRID = list(itertools.product(range(4), range(1, 4)))
@@ -25,7 +26,7 @@ GRID = list(itertools.product(range(4), range(1, 4)))
 def record(oldest: int, *, newest: int | None = None, degenerate: bool = False) -> Record:
     rewards = [1.0, 1.0] if degenerate else [0.0, 1.0]
     newest = oldest if newest is None else newest
-    return Record(NOTHING, [oldest, newest], newest, 4, rewards, degenerate)
+    return Record(NOTHING, [oldest, newest], newest, 4, rewards, degenerate, [4, 4], 0.0, 0)
 
 
 @dataclass

@@ -13,7 +13,8 @@ from tensordict import TensorDict
 from forge import channel
 from forge.batch import check_batch, make_group
 from forge.errors import ConfigError, DeadlineExceeded, RewardError, SchemaError, StalenessError
-from replay.service import Replay, ReplayConfig, SampledBatch
+from replay.config import ReplayConfig
+from replay.service import Replay, SampledBatch
 from replay.staleness import Ticket
 
 
@@ -349,4 +350,4 @@ KEYS = ["max_staleness", "reserve_timeout_s", "sample_timeout_s", "max_degenerat
 @pytest.mark.parametrize("name", KEYS)
 def test_a_config_that_cannot_work_is_refused_by_its_key(name: str) -> None:
     with pytest.raises(ConfigError, match=f"replay.{name} must be .*, got -1"):
-        ReplayConfig(**{name: -1})
+        ReplayConfig(**{name: -1})  # type: ignore[arg-type]
