@@ -19,6 +19,7 @@ from tensordict import TensorDict
 from actors.checkpoint import write_checkpoint
 from actors.model import Policy, check_head, freeze_except, load_hf, shard
 from actors.packing import MicroBatch, empty_micro_batch, micro_batches
+from actors.trainer_state import TrainerState
 from forge.errors import ConfigError
 from forge.losses import LossConfig, LossInput, Metrics, add_metrics, compute_loss, denominator, metric_means
 from forge.memory import peak_rss_bytes
@@ -137,6 +138,7 @@ class Trainer:
             fused=True,
         )
         self._publisher: Publisher | None = None
+        self._state: TrainerState | None = None
         self.policy_version = 0
 
     def step(self, batch: TensorDict) -> StepResult:
@@ -232,6 +234,18 @@ class Trainer:
         """What makes snapshots of this rank's weights, and sends them."""
         assert self._publisher is not None, "connect comes first"
         return self._publisher
+
+    @property
+    def state(self) -> TrainerState:
+        """What saves and loads all that training goes on from; all ranks ask for it at the same time at first."""
+        if self._state is None:
+            self._state = TrainerState(self.policy.hf, self._optimizer, self.world)
+        return self._state
+
+    def load_state(self, folder: str) -> int:
+        """Goes on from the state in `folder`; returns its policy version. Raises what `TrainerState.load` raises."""
+        self.policy_version = self.state.load(Path(folder))
+        return self.policy_version
 
     def save(self, folder: str, source: str) -> None:
         """Writes a Hugging Face checkpoint (safetensors, config, tokenizer) that appears whole or not at all.

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +28,8 @@ from weightsync.publisher import Publisher, combine
 from weightsync.sync import Needed
 
 T = TypeVar("T")
+_ANSWER_S = 60.0
+"""How long an actor may take to answer what costs it nothing, seconds."""
 _TRANSFERS = 8
 """Replicas that a rank sends to at the same time."""
 
@@ -116,6 +119,19 @@ class TrainerActor(Actor):
     async def save(self, folder: str, source: str) -> None:
         await self._run(lambda: self._ready.save(folder, source))
 
+    @concurrent_endpoint
+    async def stage_state(self, folder: str) -> None:
+        await self._run(lambda: self._ready.state.stage(Path(folder), self._ready.policy_version))
+
+    @concurrent_endpoint
+    async def wait_state(self, timeout_s: float) -> None:
+        state = self._ready.state
+        await self._run(lambda: state.wait(timeout_s), self._behind)
+
+    @concurrent_endpoint
+    async def load_state(self, folder: str) -> int:
+        return await self._run(lambda: self._ready.load_state(folder))
+
     async def __cleanup__(self, exc: Exception | None) -> None:
         if self._trainer is not None:
             self._trainer.close()
@@ -186,3 +202,19 @@ class TrainerMesh:
     async def save(self, folder: str, source: str) -> None:
         call = self._mesh.save.call(folder, source)
         await within(self._config.step_timeout_s, f"the checkpoint {folder} to be written", call)
+
+    async def stage_state(self, folder: str) -> None:
+        """Copies all that training goes on from; it is on its way to `folder` then, behind training."""
+        call = self._mesh.stage_state.call(folder)
+        await within(self._config.step_timeout_s, f"the trainer's state to be copied for {folder}", call)
+
+    async def wait_state(self) -> None:
+        """Until the state that was staged last is on the disk. Raises RunFolderError when it cannot be written."""
+        timeout_s = self._config.step_timeout_s
+        await within(timeout_s + _ANSWER_S, "the trainer's state to be written", self._mesh.wait_state.call(timeout_s))
+
+    async def load_state(self, folder: str) -> int:
+        """Goes on from the state in `folder`; returns its policy version. Any number of ranks may have written it."""
+        call = self._mesh.load_state.call(folder)
+        (_, version), *_ = await within(self._config.start_timeout_s, f"the trainer to load {folder}", call)
+        return version

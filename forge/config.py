@@ -50,17 +50,20 @@ def parse(
     prog: str,
     description: str,
     validate: Callable[[T], object] | None = None,
+    resume_key: str = "",
 ) -> T:
     """The configuration that `argv` (default: `sys.argv[1:]`) asks for.
 
     `--config F.yaml` replaces the preset `default_config`; every leaf of `config_cls` is an option, as
     `--a.b=1` or `--a.b 1`, a boolean also as `--a.b`, a list also as `--a.b+=ITEM`, which appends.
+    With `resume_key`, such as run.resume, `--resume DIR` sets that key, and DIR/config.yaml is the default preset.
     `--help` and `--print-config` print and exit with 0 without calling `validate`. What cannot be parsed,
     or for which `validate` raises ConfigError, ends with one line on stderr and exit code 2 (SystemExit).
     """
     try:
-        flags = _read_flags(sys.argv[1:] if argv is None else argv, config_cls)
-        path = flags.config or default_config
+        flags = _read_flags(sys.argv[1:] if argv is None else argv, config_cls, resume_key)
+        resumed = dict(flags.overrides).get(resume_key)
+        path = flags.config or (Path(resumed) / "config.yaml" if resumed else default_config)
         preset = _read_preset(path, default_config)
         _check_section(preset, config_cls, Source(config_cls, str(path)))
         config = _resolve(config_cls, preset, path, flags.overrides)
@@ -86,7 +89,7 @@ class _Flags:
     overrides: list[tuple[str, str]] = dataclasses.field(default_factory=list)
 
 
-def _read_flags(argv: Sequence[str], config_cls: type) -> _Flags:
+def _read_flags(argv: Sequence[str], config_cls: type, resume_key: str) -> _Flags:
     """Both spellings to `(key, text)` pairs, each key known to exist."""
     flags, rest = _Flags(), list(argv)
     source = Source(config_cls, _COMMAND_LINE)
@@ -100,6 +103,7 @@ def _read_flags(argv: Sequence[str], config_cls: type) -> _Flags:
             raise ConfigError(f"unexpected argument {word!r}; options are written --key=value, --help lists them")
         else:
             key, equals, text = word[2:].partition("=")
+            key = resume_key if key == "resume" and resume_key else key
             kind = Path if key == "config" else type_at(key, source)
             if not equals:
                 text = _next_word(key, kind, rest)

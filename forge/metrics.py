@@ -63,7 +63,7 @@ METRICS: dict[str, Metric] = {
 """Every key of a row, in the order in which it is written."""
 
 METRIC_KEYS: tuple[str, ...] = tuple(METRICS)
-EXTRA_PREFIXES: tuple[str, ...] = ("extra/", "replay/")
+EXTRA_PREFIXES: tuple[str, ...] = ("extra/", "replay/", "groups/", "staleness/hist/", "waste/", "queue/", "discard/")
 """Keys beyond `METRIC_KEYS` are free under these prefixes."""
 
 NONFINITE = "extra/nonfinite"
@@ -143,12 +143,14 @@ def read_rows(path: str | Path) -> list[Row]:
 class Meter:
     """Counts and times between two steps of a run, turned into metric keys by `lap`.
 
-    For one event loop: the loops of the app share it, threads must not. `clock` gives seconds.
+    For one event loop: the loops of the app share it, threads must not. `clock` gives seconds; a run that was
+    resumed had taken `elapsed_s` before.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, elapsed_s: float = 0.0) -> None:
         self._clock = clock
-        self._start = self._last = clock()
+        self._last = clock()
+        self._start = self._last - elapsed_s
         self._totals: dict[str, Number] = {}
         self._values: dict[str, Number] = {}
         self._reset()

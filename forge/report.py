@@ -30,6 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from forge.checkpoints import Checkpoint, Checkpoints
 from forge.errors import ConfigError, RunFolderError
 from forge.metrics import NONFINITE, Number, Row, make_row, read_rows
 from forge.run_folder import EpisodeRecord, RunFolder, check_dir
@@ -38,6 +39,7 @@ T = TypeVar("T")
 _LINE_EVERY_S = 2.0
 _RECENT_STEPS = 20
 _QUEUED_UPDATES = 64
+CHECKPOINTS = "checkpoints"
 
 
 @dataclass
@@ -54,13 +56,26 @@ class RunConfig:
     """Write TensorBoard events into the run folder."""
     checkpoint: bool = True
     """Write the final model to checkpoint/ in the run folder, in Hugging Face format."""
+    resume: str | None = None
+    """Folder of a run to go on with, from its last checkpoint; --resume DIR also takes its configuration."""
+    checkpoint_every: int = 20
+    """Steps between two checkpoints to resume from; 0 writes none. They are written while training goes on."""
+    keep_checkpoints: int = 1
+    """Checkpoints to resume from that are kept."""
 
 
 def check_run(cfg: RunConfig) -> None:
     """Raises ConfigError when the run cannot start like this; makes nothing."""
     if cfg.episodes_per_step < 0:
         raise ConfigError(f"run.episodes_per_step must be >= 0, got {cfg.episodes_per_step}; use 0 for none")
-    if cfg.dir is not None:
+    if cfg.checkpoint_every < 0:
+        raise ConfigError(f"run.checkpoint_every must be >= 0, got {cfg.checkpoint_every}; use 0 for none")
+    if cfg.keep_checkpoints < 1:
+        raise ConfigError(f"run.keep_checkpoints must be >= 1, got {cfg.keep_checkpoints}; 1 keeps the newest")
+    if cfg.resume is not None:
+        if not (Path(cfg.resume) / "config.yaml").is_file():
+            raise ConfigError(f"run.resume {cfg.resume} holds no config.yaml; give the folder of a run")
+    elif cfg.dir is not None:
         check_dir(cfg.dir)
 
 
@@ -84,12 +99,20 @@ class RunLog:
         check_run(cfg)
         self._cfg, self._total = cfg, total_steps
         self._console = console or Console()
-        self.folder = RunFolder(cfg.dir, name, config_yaml, tensorboard=cfg.tensorboard)
+        self.resumed: Checkpoint | None = None
+        """What a resumed run goes on from; None: from the start."""
+        last_step = None
+        if cfg.resume is not None:
+            self.resumed = Checkpoints(Path(cfg.resume) / CHECKPOINTS).latest()
+            last_step = self.resumed.version if self.resumed else 0
+        dir = cfg.resume or cfg.dir
+        self.folder = RunFolder(dir, name, config_yaml, tensorboard=cfg.tensorboard, last_step=last_step)
+        self.checkpoints = Checkpoints(self.folder.path / CHECKPOINTS, cfg.keep_checkpoints)
         self._terminal: Terminal | None = None
         if cfg.progress:
             live = self._console.is_terminal if live is None else live
             self._terminal = Terminal(self._console, total_steps, live=live)
-        self.note(f"run folder {self.folder.path}")
+        self.note(f"run folder {self.folder.path}" + (f", going on behind step {last_step}" if cfg.resume else ""))
 
     def __enter__(self) -> RunLog:
         return self
@@ -106,6 +129,12 @@ class RunLog:
     def checkpoint(self) -> Path | None:
         """Where the final model goes; None when the config asks for none."""
         return self.folder.checkpoint if self._cfg.checkpoint else None
+
+    @property
+    def elapsed_s(self) -> float:
+        """Wall time that a resumed run had taken up to where it goes on, in seconds."""
+        rows = read_rows(self.folder.metrics_path)
+        return float(rows[-1]["time_s"] or 0.0) if rows else 0.0
 
     def note(self, text: str) -> None:
         """Shows one line about what the run does now, such as a start that takes minutes."""

@@ -4,6 +4,8 @@
                   metrics.jsonl    one object a step, see forge/metrics.py
                   episodes.jsonl   a sample of decoded episodes
                   events.out.*     the same numbers for TensorBoard
+                  checkpoints/     what a resume goes on from, see forge/checkpoints.py
+                  journal/         what happened to every group, see replay/journal.py
                   checkpoint/      the final model; made by whoever writes it
 
 The train loop hands a row over and goes on: it never waits for a disk. What the disk answers comes back
@@ -13,6 +15,8 @@ with the next call. The files hold whole lines at any moment, also after a write
 from __future__ import annotations
 
 import errno
+import fcntl
+import itertools
 import json
 import math
 import os
@@ -46,14 +50,14 @@ class EpisodeRecord:
     """the policy versions that sampled the completion's tokens"""
 
 
-def folder_error(path: str | Path, error: OSError) -> RunFolderError:
+def folder_error(path: str | Path, error: OSError, verb: str = "write") -> RunFolderError:
     """The RunFolderError for a file below a run folder: path, error, what is free there, the remedy."""
     code = errno.errorcode.get(error.errno or 0, "unknown error")
     if error.errno in _FULL:
         remedy = "free some space there or give --run.dir a folder on another disk"
     else:
         remedy = "check the disk and the rights on the folder, or give --run.dir another folder"
-    return RunFolderError(f"cannot write {path}: {error.strerror or error} ({code}); {_free(path)}; {remedy}")
+    return RunFolderError(f"cannot {verb} {path}: {error.strerror or error} ({code}); {_free(path)}; {remedy}")
 
 
 def _free(path: str | Path) -> str:
@@ -87,11 +91,28 @@ def check_dir(path: str | Path) -> None:
 class _AppendOnly:
     """A file that only ever grows by whole records."""
 
-    def __init__(self, path: Path, *, new: bool = False) -> None:
+    def __init__(self, path: Path, *, new: bool = False, alone: bool = False) -> None:
         self.path = path
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | (os.O_EXCL if new else 0)
         self._fd = os.open(path, flags, 0o644)
+        if alone:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(self._fd)
+                raise ConfigError(f"another process is writing to {path.parent}; wait for it or end it") from None
         self._size = os.fstat(self._fd).st_size
+
+    def cut(self, last_step: int) -> None:
+        """Forgets the lines of later steps, and a torn last line; `step` only grows from line to line."""
+        keep = 0
+        with open(self.path, "rb") as file:
+            for line in file:
+                if not line.endswith(b"\n") or json.loads(line)["step"] > last_step:
+                    break
+                keep += len(line)
+        os.ftruncate(self._fd, keep)
+        self._size = keep
 
     def append(self, record: bytes) -> None:
         left = memoryview(record)
@@ -118,9 +139,9 @@ class _EventFile(_AppendOnly):
     Not SummaryWriter: it writes from a thread of its own, which prints its traceback when the disk is full.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, last_step: int | None = None) -> None:
         try:
-            from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
             from tensorboard.summary.writer.record_writer import (  # type: ignore[import-untyped]
                 RecordWriter,
             )
@@ -130,6 +151,10 @@ class _EventFile(_AppendOnly):
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}.0"
         super().__init__(folder / name)
         self._records.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+        if last_step is not None:
+            # Makes TensorBoard forget what an earlier file holds of later steps.
+            start = Event(wall_time=time.time(), step=last_step + 1, session_log=SessionLog(status=SessionLog.START))
+            self._records.write(start.SerializeToString())
 
     def write(self, record: bytes) -> None:
         """What RecordWriter calls with a framed record."""
@@ -147,27 +172,38 @@ class RunFolder:
     """The open files of one run.
 
     `dir` None makes a new folder runs/<name>-<time>. Creation writes and syncs config.yaml, so that a
-    folder that cannot be written is known before anything is started. Raises ConfigError when `dir` is
-    taken or cannot be used, RunFolderError when the disk is full or broken; then no folder is left.
+    folder that cannot be written is known before anything is started. With `last_step` the run in `dir` goes on
+    behind that step: what the files hold of later ones is forgotten. Raises ConfigError when `dir` is taken or cannot
+    be used, RunFolderError when the disk is full or broken; then no folder is left.
     """
 
-    def __init__(self, dir: str | Path | None, name: str, config_yaml: str, *, tensorboard: bool = True) -> None:
-        self.path, made = _claim(dir, name)
+    def __init__(
+        self,
+        dir: str | Path | None,
+        name: str,
+        config_yaml: str,
+        *,
+        tensorboard: bool = True,
+        last_step: int | None = None,
+    ) -> None:
+        self.path, made = _claim(dir, name) if dir is None or last_step is None else (Path(dir), False)
         self.checkpoint = self.path / "checkpoint"
         self.metrics_path = self.path / "metrics.jsonl"
         self._queue: queue.SimpleQueue[tuple[Row, bytes, bytes, float] | None] = queue.SimpleQueue()
         self._failure: RunFolderError | None = None
         self._told = self._closed = False
         try:
-            _write_config(self.path / "config.yaml", config_yaml)
-            try:
-                self._metrics = _AppendOnly(self.metrics_path)
-                self._episodes = _AppendOnly(self.path / "episodes.jsonl")
-                self._events = _EventFile(self.path) if tensorboard else None
-            except BaseException:
-                for file in self.path.iterdir():
-                    file.unlink()
-                raise
+            if last_step is not None:
+                self._open(tensorboard, last_step)
+                _replace_config(self.path / "config.yaml", config_yaml)
+            else:
+                _write_config(self.path / "config.yaml", config_yaml)
+                try:
+                    self._open(tensorboard, None)
+                except BaseException:
+                    for file in self.path.iterdir():
+                        file.unlink()
+                    raise
         except BaseException as error:
             if made:
                 with suppress(OSError):
@@ -177,6 +213,14 @@ class RunFolder:
             raise
         self._thread = threading.Thread(target=self._work, name="run-folder", daemon=True)
         self._thread.start()
+
+    def _open(self, tensorboard: bool, last_step: int | None) -> None:
+        self._metrics = _AppendOnly(self.metrics_path, alone=True)
+        self._episodes = _AppendOnly(self.path / "episodes.jsonl")
+        if last_step is not None:
+            self._metrics.cut(last_step)
+            self._episodes.cut(last_step)
+        self._events = _EventFile(self.path, last_step) if tensorboard else None
 
     def write(self, row: Row, episodes: Sequence[EpisodeRecord] = ()) -> None:
         """Hands one row (see `make_row`) and its sampled episodes to the writer; never waits.
@@ -273,6 +317,19 @@ def _write_config(path: Path, text: str) -> None:
     except OSError:
         path.unlink()
         raise
+
+
+def _replace_config(path: Path, text: str) -> None:
+    """The configuration that the run goes on with; the one before stays beside it under a number."""
+    before = path.read_text(encoding="utf-8")
+    if before == text:
+        return
+    number = next(n for n in itertools.count(1) if not path.with_name(f"config.{n}.yaml").exists())
+    os.link(path, path.with_name(f"config.{number}.yaml"))
+    new = path.with_name("config.yaml.new")
+    new.unlink(missing_ok=True)
+    _write_config(new, text)
+    new.rename(path)
 
 
 def _slug(name: str) -> str:

@@ -171,6 +171,22 @@ def test_config_replaces_the_default_preset_entirely(run: Run, tmp_path: Path) -
     assert run(f"--config={empty}") == App()
 
 
+def test_a_resumed_run_brings_its_configuration_and_the_command_line_changes_it(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("seed: 5\nmodel: m\n")
+    for words in (["--resume", str(tmp_path)], [f"--model={tmp_path}"]):
+        config = run(*words, "--seed=9", resume_key="model")
+        assert (config.model, config.seed, config.mesh.trainer.procs) == (str(tmp_path), 9, None)
+    assert run("--resume", str(tmp_path), resume_key="model").seed == 5
+    other = tmp_path / "other.yaml"
+    other.write_text("seed: 6\n")
+    assert run("--resume", str(tmp_path), "--config", str(other), resume_key="model").seed == 6
+
+
+def test_what_cannot_be_resumed_is_one_line(fails: Callable[..., str], tmp_path: Path) -> None:
+    assert f"config file '{tmp_path}/config.yaml' cannot be read" in fails(f"--resume={tmp_path}", resume_key="model")
+    assert "resume" in fails(f"--resume={tmp_path}")
+
+
 def test_text_stays_text_and_null_is_none(run: Run) -> None:
     assert run("--model=2024").model == "2024"
     assert run("--model=[1]").model == "[1]"

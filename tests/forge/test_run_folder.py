@@ -100,6 +100,46 @@ def test_a_folder_that_holds_something_is_refused_and_left_alone(tmp_path: Path)
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
 
 
+def test_a_resumed_run_forgets_what_came_after_the_step_that_it_goes_on_from(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", "x", "seed: 1\n")
+    for step in range(1, 6):
+        folder.write(row(step), [EpisodeRecord(f"prompt {step}", "", 1.0, [0])] * 2)
+    folder.close()
+    for name in ("metrics.jsonl", "episodes.jsonl"):
+        with open(folder.path / name, "a") as file:
+            file.write('{"step": 6, "to')
+    resumed = RunFolder(folder.path, "x", "seed: 1\nsteps: 9\n", last_step=3)
+    for step in (4, 5):
+        resumed.write(row(step) | {"reward/mean": 9.0}, [EpisodeRecord(f"again {step}", "", 1.0, [0])])
+    resumed.close()
+    assert [(r["step"], r["reward/mean"]) for r in read_rows(folder.metrics_path)] == [
+        *((step, 0.5) for step in (1, 2, 3)),
+        *((step, 9.0) for step in (4, 5)),
+    ]
+    prompts = [json.loads(line)["prompt"] for line in (folder.path / "episodes.jsonl").read_text().splitlines()]
+    assert prompts == [*(f"prompt {step}" for step in (1, 1, 2, 2, 3, 3)), "again 4", "again 5"]
+    assert (folder.path / "config.yaml").read_text() == "seed: 1\nsteps: 9\n"
+    assert (folder.path / "config.1.yaml").read_text() == "seed: 1\n"
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(folder.path))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [
+        *((step, 0.5) for step in (1, 2, 3)),
+        *((step, 9.0) for step in (4, 5)),
+    ]
+
+
+def test_a_run_that_still_writes_is_not_resumed(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", "x", "seed: 1\n")
+    folder.write(row(1))
+    with pytest.raises(ConfigError, match=r"another process is writing to .*run"):
+        RunFolder(folder.path, "x", "seed: 1\n", last_step=0)
+    folder.close()
+    assert read_rows(folder.metrics_path) == [row(1)], "the refused run changed something"
+    RunFolder(folder.path, "x", "seed: 1\n", last_step=0).close()
+    assert read_rows(folder.metrics_path) == []
+
+
 def test_an_empty_folder_is_accepted(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, "x", "")
     folder.close()

@@ -1,0 +1,111 @@
+"""All that a trainer goes on from: parameters, optimizer, version, random numbers; saved while training goes on.
+
+    step v ─► stage(v): one copy in memory ─► step v + 1 ...
+                  └─► a thread writes and syncs the copy ─► saved
+
+Every rank writes its own shards (torch.distributed.checkpoint), so another number of ranks can load them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from forge.errors import ConfigError, DeadlineExceeded
+from forge.run_folder import folder_error
+
+# Said by torch's writing thread in every run with one rank.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+
+@dataclass
+class TrainerState:
+    """Saves and loads one rank's part of the state of `model` and `optimizer`; every call is of all ranks together."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    world: int
+
+    def __post_init__(self) -> None:
+        # A group of its own: the writing thread's messages must not pair up with those of a step.
+        self._group = dist.new_group(backend="gloo") if self.world > 1 else None
+        self._saving: Future[Any] | None = None
+        self._folder = Path()
+
+    def stage(self, folder: Path, policy_version: int) -> None:
+        """Copies the state to memory and returns; a thread goes on to write it to `folder`, see `wait`."""
+        assert self._saving is None, "the last state is still being written; wait for it first"
+        self._folder = folder
+        with _explained(folder, "write"):
+            self._saving = dcp.async_save(  # type: ignore[assignment]
+                self._state(policy_version),
+                checkpoint_id=folder,
+                process_group=self._group,
+                no_dist=self.world == 1,
+            )
+
+    def wait(self, timeout_s: float) -> None:
+        """Until the staged state is on the disk.
+
+        Raises RunFolderError when it cannot be written, DeadlineExceeded after `timeout_s`.
+        """
+        saving = self._saving
+        assert saving is not None, "stage comes before wait"
+        try:
+            with _explained(self._folder, "write"):
+                saving.result(timeout_s)
+        except FutureTimeout as error:
+            raise DeadlineExceeded(f"waited {timeout_s:g} s for {self._folder} to be written, in vain") from error
+        finally:
+            self._saving = None
+
+    def load(self, folder: Path) -> int:
+        """Restores model, optimizer and random numbers; returns the policy version.
+
+        Raises ConfigError when the state does not fit the model, RunFolderError when it cannot be read.
+        """
+        if not (folder / ".metadata").is_file():
+            raise ConfigError(f"{folder} holds no state of a trainer; resume from a checkpoint that is whole")
+        state = self._state(0)
+        with _explained(folder, "read"):
+            dcp.load(state, checkpoint_id=folder, process_group=self._group, no_dist=self.world == 1)
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        torch.set_rng_state(state["rng"])
+        return int(state["policy_version"])
+
+    def _state(self, policy_version: int) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "policy_version": torch.tensor(policy_version),
+            "rng": torch.get_rng_state(),
+        }
+
+
+@contextlib.contextmanager
+def _explained(folder: Path, verb: str) -> Iterator[None]:
+    """Inside, what goes wrong with `folder` is one of the project's errors; torch's own is no Exception."""
+    try:
+        yield
+    except OSError as error:
+        raise folder_error(folder, error, verb) from error
+    except dcp.CheckpointException as error:
+        cause: BaseException = next(iter(error.failures.values()))[0]
+        if isinstance(cause, OSError):
+            raise folder_error(folder, cause, verb) from error
+        raise ConfigError(
+            f"cannot {verb} the trainer's state in {folder}: {cause}; resume with the model and the trainable "
+            "parameters of the run that wrote it"
+        ) from error

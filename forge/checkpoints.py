@@ -1,0 +1,107 @@
+"""The folders of a run's checkpoints: each whole or not at all.
+
+checkpoints/000040.partial/   being written
+checkpoints/000040/           complete: trainer/ and checkpoint.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forge.errors import RunFolderError
+from forge.run_folder import folder_error
+
+_META = "checkpoint.json"
+_PARTIAL = ".partial"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete one: what it is called in `policy_version`, where it lies, and the plain values saved with it."""
+
+    version: int
+    path: Path
+    meta: Mapping[str, Any]
+
+
+class Checkpoints:
+    """Those of one run, in `folder`; the newest `keep` of them stay.
+
+    `begin` gives a folder to fill, `commit` makes it count: a crash in between leaves the older ones as they were.
+    """
+
+    def __init__(self, folder: Path, keep: int = 1) -> None:
+        self.folder, self._keep = folder, keep
+
+    def begin(self, version: int) -> Path:
+        """An empty folder for the checkpoint of `version`. Raises RunFolderError when it cannot be made."""
+        path = self._path(version).with_suffix(_PARTIAL)
+        try:
+            if self.folder.is_dir():
+                for left in self.folder.glob(f"*{_PARTIAL}"):  # by a run that was killed
+                    shutil.rmtree(left)
+            path.mkdir(parents=True)
+        except OSError as error:
+            raise folder_error(path, error) from error
+        return path
+
+    def commit(self, version: int, meta: Mapping[str, Any]) -> None:
+        """Makes the filled folder count, with `meta` (plain values); removes those beyond `keep`.
+
+        What is in the folder must have been synced. Raises RunFolderError when the disk refuses.
+        """
+        path = self._path(version)
+        partial = path.with_suffix(_PARTIAL)
+        try:
+            with open(partial / _META, "w", encoding="utf-8") as file:
+                json.dump({"version": version, **meta}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            sync_folder(partial)
+            shutil.rmtree(path, ignore_errors=True)  # of the same version, by an earlier incarnation
+            partial.rename(path)
+            sync_folder(self.folder)
+            for old in self.list()[: -self._keep]:
+                shutil.rmtree(old.path)
+        except OSError as error:
+            raise folder_error(path, error) from error
+
+    def list(self) -> list[Checkpoint]:
+        """The complete ones, oldest first. Raises RunFolderError for one that cannot be read."""
+        found = []
+        for path in self.folder.glob(f"*/{_META}"):
+            if path.parent.suffix == _PARTIAL:
+                continue
+            try:
+                meta = json.loads(path.read_text(encoding="utf-8"))
+                found.append(Checkpoint(int(meta["version"]), path.parent, meta))
+            except OSError as error:
+                raise folder_error(path, error, "read") from error
+            except (ValueError, KeyError, TypeError) as error:
+                raise RunFolderError(
+                    f"{path} does not describe a checkpoint ({error!r}); remove {path.parent} to resume from an "
+                    "older one"
+                ) from error
+        return sorted(found, key=lambda checkpoint: checkpoint.version)
+
+    def latest(self) -> Checkpoint | None:
+        """The newest complete one; None while there is none."""
+        return next(reversed(self.list()), None)
+
+    def _path(self, version: int) -> Path:
+        return self.folder / f"{version:06d}"
+
+
+def sync_folder(path: Path) -> None:
+    """The names in `path` are on the disk from here on."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
