@@ -1,18 +1,26 @@
 """The TensorDict schema that every room speaks.
 
 Legend: G episodes of one group (one prompt), B episodes of one batch, T tokens of the longest
-episode (prompt + completion), right-padded.
+episode (prompt + completion), right-padded; E episodes laid end to end without padding, N their tokens.
 
-    key                shape    dtype    meaning
-    tokens             [., T]   int64    prompt, then completion, then padding
-    loss_mask          [., T]   bool     True where the policy itself produced the token
-    behavior_logprobs  [., T]   float32  log-prob under the distribution that was sampled from; 0 elsewhere
-    token_versions     [., T]   int64    policy version that sampled tokens[., t]; -1 elsewhere
-    lengths            [.]      int64    prompt + completion tokens
-    rewards            [.]      float32  total reward of the episode
-    advantages         [.]      float32  group advantage of the episode
-    group_id           [.]      int64    the reservation that made the group; equal inside a group
-    ref_logprobs       [., T]   float32  optional: log-prob under the frozen reference; 0 elsewhere
+    key                padded   packed   dtype    meaning
+    tokens             [., T]   [N]      int64    prompt, then completion, then padding
+    loss_mask          [., T]   [N]      bool     True where the policy itself produced the token
+    behavior_logprobs  [., T]   [N]      float32  log-prob under the distribution that was sampled from; 0 elsewhere
+    token_versions     [., T]   [N]      int64    policy version that sampled tokens[., t]; -1 elsewhere
+    lengths            [.]      [E]      int64    prompt + completion tokens
+    rewards            [.]      [E]      float32  total reward of the episode
+    advantages         [.]      [E]      float32  group advantage of the episode
+    group_id           [.]      [E]      int64    the reservation that made the group; equal inside a group
+    ref_logprobs       [., T]   [N]      float32  optional: log-prob under the frozen reference; 0 elsewhere
+    position_ids                [N]      int64    place of the token in its episode, from 0
+    sequence_ids                [N]      int32    number of the episode, from 0
+    row_offsets                 [R + 1]  int64    where the rows begin, tokens; the last is N
+
+Two forms. A **padded** Group `[G]` or Batch `[B]` is what rollouts make and users compose: `check_batch`. A
+**packed** batch, of batch size `[]`, is what the replay hands to a trainer's rank: `check_packed`. Its rows are
+what a model sees at once: whole episodes, at most a budget of tokens, one slice of each key. Without the last
+three keys it is the flat form, in which the replay keeps a group. `forge/packing.py` turns one into the other.
 
 `x_logprobs[b, t]` belongs to `tokens[b, t]`: position 0 can never be trained. What stands outside
 `loss_mask` is never read. Versions stay int64 whatever else is cast (bfloat16 turns version 257 into 256).
@@ -20,9 +28,12 @@ episode (prompt + completion), right-padded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from forge.errors import SchemaError
@@ -40,12 +51,13 @@ EPISODE_KEYS: dict[str, torch.dtype] = {
     "group_id": torch.int64,
 }
 OPTIONAL_TOKEN_KEYS: dict[str, torch.dtype] = {"ref_logprobs": torch.float32}
-_PADDING: dict[str, float] = {
-    "loss_mask": False,
-    "behavior_logprobs": 0.0,
-    "token_versions": -1,
-    "ref_logprobs": 0.0,
+PACKED_KEYS: dict[str, torch.dtype] = {
+    "position_ids": torch.int64,
+    "sequence_ids": torch.int32,
+    "row_offsets": torch.int64,
 }
+OUTSIDE_MASK: dict[str, float] = {"behavior_logprobs": 0.0, "token_versions": -1, "ref_logprobs": 0.0}
+"""What stands where nothing is trained."""
 
 
 def make_group(
@@ -103,48 +115,104 @@ def make_group(
 
 
 def check_batch(td: TensorDict) -> None:
-    """Raises SchemaError naming the first key that breaks the schema."""
+    """Raises SchemaError naming the first key by which a Group or a padded Batch breaks the schema."""
     if len(td.batch_size) != 1:
         raise SchemaError(f"batch_size is {list(td.batch_size)}, expected one dimension [B]")
-    _check_layout(td)
-    mask, lengths, width = td["loss_mask"], td["lengths"], td["tokens"].shape[1]
-    if bool(mask[:, 0].any()):
+    _check_dtypes(td, TOKEN_KEYS | EPISODE_KEYS)
+    tokens = list(td["tokens"].shape)
+    if len(tokens) != 2 or tokens[1] < 1:
+        raise SchemaError(f"tokens has shape {tokens}, expected [B, T] with T >= 1")
+    _check_shapes(td, tokens, list(td.batch_size))
+    mask, lengths, width = array(td["loss_mask"]), array(td["lengths"]), tokens[1]
+    if mask[:, 0].any():
         raise SchemaError("loss_mask is set at position 0; the first token has no log-prob, start at 1")
-    if bool((lengths > width).any()) or bool((lengths < 1).any()):
+    if (lengths > width).any() or (lengths < 1).any():
         raise SchemaError(f"lengths must lie in [1, {width}], got {lengths.tolist()}")
-    beyond = torch.arange(width, device=mask.device) >= lengths[:, None]
-    if bool((mask & beyond).any()):
+    if (mask & (np.arange(width) >= lengths[:, None])).any():
         raise SchemaError("loss_mask is set beyond lengths; padding is never trained")
-    if bool((td["token_versions"][mask] < 0).any()):
+    _check_values(td, mask)
+
+
+def check_packed(td: TensorDict) -> None:
+    """Raises SchemaError naming the first key by which a packed batch breaks the schema."""
+    if len(td.batch_size) != 0:
+        raise SchemaError(f"batch_size is {list(td.batch_size)}, a packed batch has none: []")
+    _check_dtypes(td, TOKEN_KEYS | EPISODE_KEYS | PACKED_KEYS)
+    tokens, episodes = list(td["tokens"].shape), list(td["lengths"].shape)
+    if len(tokens) != 1 or len(episodes) != 1:
+        raise SchemaError(f"tokens has shape {tokens} and lengths {episodes}, expected [N] and [E]")
+    _check_shapes(td, tokens, episodes)
+    lengths, mask = array(td["lengths"]), array(td["loss_mask"])
+    if (lengths < 1).any() or lengths.sum() != tokens[0]:
+        raise SchemaError(f"lengths {lengths.tolist()} must be >= 1 and add up to the {tokens[0]} tokens")
+    starts = lengths.cumsum() - lengths
+    if mask[starts].any():
+        raise SchemaError("loss_mask is set at the first token of an episode, which has no log-prob; start at 1")
+    if not np.array_equal(array(td["position_ids"]), np.arange(tokens[0]) - np.repeat(starts, lengths)):
+        raise SchemaError("position_ids must count from 0 in each episode")
+    if not np.array_equal(array(td["sequence_ids"]), np.repeat(np.arange(len(lengths)), lengths)):
+        raise SchemaError("sequence_ids must number the episodes from 0, one number a token")
+    offsets = array(td["row_offsets"])
+    bounds = {*starts.tolist(), tokens[0]}
+    if not (offsets[:1] == 0).all() or offsets[-1:].tolist() != [tokens[0]] or (np.diff(offsets) < 1).any():
+        raise SchemaError(f"row_offsets must rise from 0 to {tokens[0]}, got {offsets.tolist()}")
+    if not bounds.issuperset(offsets.tolist()):
+        raise SchemaError(f"row_offsets must lie between episodes, got {offsets.tolist()}; a row holds whole episodes")
+    _check_values(td, mask)
+
+
+def is_packed(td: TensorDict) -> bool:
+    """Whether `td` is of the packed or the flat form rather than padded."""
+    return td.batch_dims == 0
+
+
+def array(value: torch.Tensor) -> NDArray[Any]:
+    """The numbers of `value`, on the CPU without a copy. Numpy's calls cost a fraction of torch's on small tensors."""
+    result: NDArray[Any] = value.numpy(force=True)
+    return result
+
+
+def _check_dtypes(td: TensorDict, wanted: Mapping[str, torch.dtype]) -> None:
+    for key, dtype in wanted.items():
+        value = td.get(key, None)
+        if value is None:
+            raise SchemaError(f"{key} is missing; a batch holds {sorted(wanted)}")
+        _check_dtype(key, value, dtype)
+    for key, dtype in OPTIONAL_TOKEN_KEYS.items():
+        if key in td:
+            _check_dtype(key, td[key], dtype)
+
+
+def _check_dtype(key: str, value: torch.Tensor, dtype: torch.dtype) -> None:
+    if value.dtype != dtype:
+        raise SchemaError(f"{key} has dtype {value.dtype}, expected {dtype}; cast it before hand-over")
+
+
+def _check_shapes(td: TensorDict, tokens: list[int], episodes: list[int]) -> None:
+    shapes = dict.fromkeys((*TOKEN_KEYS, *OPTIONAL_TOKEN_KEYS), tokens) | dict.fromkeys(EPISODE_KEYS, episodes)
+    if is_packed(td):
+        shapes |= {"position_ids": tokens, "sequence_ids": tokens}
+    for key, wanted in shapes.items():
+        if key in td and list(td[key].shape) != wanted:
+            raise SchemaError(f"{key} has shape {list(td[key].shape)}, expected {wanted}")
+
+
+def _check_values(td: TensorDict, mask: NDArray[Any]) -> None:
+    if ((array(td["token_versions"]) < 0) & mask).any():
         raise SchemaError("token_versions is negative under loss_mask; a sampled token carries its version")
     for key in ("rewards", "advantages"):
-        _check_finite(key, td[key])
+        _check_finite(key, array(td[key]), None)
     for key in ("behavior_logprobs", *OPTIONAL_TOKEN_KEYS):
         if key in td:
-            _check_finite(f"{key} under loss_mask", td[key][mask])
+            _check_finite(f"{key} under loss_mask", array(td[key]), mask)
 
 
-def _check_layout(td: TensorDict) -> None:
-    for key, dtype in {**TOKEN_KEYS, **EPISODE_KEYS, **OPTIONAL_TOKEN_KEYS}.items():
-        if key not in td:
-            if key in OPTIONAL_TOKEN_KEYS:
-                continue
-            raise SchemaError(f"{key} is missing; a batch holds {sorted(TOKEN_KEYS | EPISODE_KEYS)}")
-        value = td[key]
-        if value.dtype != dtype:
-            raise SchemaError(f"{key} has dtype {value.dtype}, expected {dtype}; cast it before hand-over")
-        shape = list(value.shape)
-        if key == "tokens" and (len(shape) != 2 or shape[1] < 1):
-            raise SchemaError(f"tokens has shape {shape}, expected [B, T] with T >= 1")
-        wanted = list(td.batch_size if key in EPISODE_KEYS else td["tokens"].shape)
-        if shape != wanted:
-            raise SchemaError(f"{key} has shape {shape}, expected {wanted}")
-
-
-def _check_finite(name: str, values: torch.Tensor) -> None:
-    bad = values[~values.isfinite()]
-    if bad.numel():
-        raise SchemaError(f"{name} holds {bad[0].item()}; every number that is trained on must be finite")
+def _check_finite(name: str, values: NDArray[Any], mask: NDArray[Any] | None) -> None:
+    bad = ~np.isfinite(values)
+    if mask is not None:
+        bad &= mask
+    if bad.any():
+        raise SchemaError(f"{name} holds {values[bad][0]}; every number that is trained on must be finite")
 
 
 def collate(groups: Sequence[TensorDict], pad_id: int = 0) -> TensorDict:
@@ -157,12 +225,17 @@ def collate(groups: Sequence[TensorDict], pad_id: int = 0) -> TensorDict:
         raise SchemaError("collate got 0 groups; a batch needs at least one")
     width = max(int(g["lengths"].max()) for g in groups)
     out: dict[str, torch.Tensor] = {}
-    for key in [*TOKEN_KEYS, *(k for k in OPTIONAL_TOKEN_KEYS if _in_all(groups, k))]:
-        fill = pad_id if key == "tokens" else _PADDING[key]
+    for key in token_keys(groups):
+        fill = pad_id if key == "tokens" else OUTSIDE_MASK.get(key, 0)
         out[key] = torch.cat([_pad(g[key], width, fill) for g in groups])
     for key in EPISODE_KEYS:
         out[key] = torch.cat([g[key] for g in groups])
     return TensorDict(out, batch_size=[out["lengths"].shape[0]])
+
+
+def token_keys(groups: Sequence[TensorDict]) -> list[str]:
+    """The per-token keys of `groups`. Raises SchemaError when an optional one is in some groups only."""
+    return [*TOKEN_KEYS, *(key for key in OPTIONAL_TOKEN_KEYS if _in_all(groups, key))]
 
 
 def _in_all(groups: Sequence[TensorDict], key: str) -> bool:
