@@ -35,6 +35,7 @@ class ReplayActor(Actor):
         start_version: int = 0,
         pad_id: int = 0,
         reward_name: str = "the reward",
+        seed: int = 0,
     ) -> None:
         self._replay = Replay(
             cfg,
@@ -43,6 +44,7 @@ class ReplayActor(Actor):
             start_version=start_version,
             pad_id=pad_id,
             reward_name=reward_name,
+            seed=seed,
         )
 
     @concurrent_endpoint

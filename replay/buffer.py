@@ -1,67 +1,39 @@
 """Groups on their way to the trainer: reserved, complete, trained or dropped. Pure: no waiting, no processes.
 
-reserve -> running -- add --> queued -- sample --> trained (slot held until release)
+reserve -> running -- add --> queued -- sample --> trained (slots held until release) -> perhaps again
               |                 |
               +-- fail          +-- too stale, or degenerate in mode "drop": slot free at once
+              +-- drop_stragglers: slot free at once; a late add is counted, nothing else
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from itertools import islice
-from typing import Literal
+from collections import Counter, deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import chain
+from typing import Any, Literal
 
-from forge.errors import RewardError, StalenessError
-from replay.staleness import Admission, Ticket
+from forge.errors import ConfigError, RewardError, StalenessError
+from replay.metrics import OUTCOMES, Counts
+from replay.policies import Policy, Slot, View, fifo
+from replay.staleness import Admission, Ticket, choose, needs
 from replay.storage import Record
 
 
-@dataclass(slots=True)
-class Slot:
-    """A live reservation."""
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The groups of one batch, in the order of their reservation."""
 
-    ticket: Ticket
-    since: float
-    """Clock reading in seconds when it was reserved."""
-    record: Record | None = None
-    """None while it is running."""
-
-
-Policy = Callable[[Mapping[int, Slot], int], Sequence[int] | None]
-"""Chooses `count` sequence numbers among the live slots (in reservation order), or None to wait on."""
-
-
-def strict_fifo(live: Mapping[int, Slot], count: int) -> Sequence[int] | None:
-    """The `count` oldest reservations, once all are complete. The proof of the bound rests on this order."""
-    head = list(islice(live.items(), count))
-    if len(head) < count or any(slot.record is None for _, slot in head):
-        return None
-    return [seq for seq, _ in head]
-
-
-@dataclass(slots=True)
-class Counts:
-    """What happened so far; the difference of two readings is what happened between them."""
-
-    groups_reserved: int = 0
-    groups_trained: int = 0
-    groups_failed: int = 0
-    groups_expired: int = 0
-    groups_degenerate: int = 0
-    episodes_trained: int = 0
-    episodes_dropped: int = 0
-    tokens_trained: int = 0
-    tokens_wasted: int = 0
-
-    def since(self, earlier: Counts) -> Counts:
-        """This reading less an earlier one."""
-        return Counts(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
+    seqs: list[int]
+    records: list[Record]
+    ages_s: list[float]
+    """Of each group: seconds from `add` to here."""
 
 
 class ReplayBuffer:
-    """The groups of one run, in reservation order. Invariant: every live sequence number holds one slot."""
+    """The groups of one run, in reservation order. Invariant: every group that no batch took holds one slot."""
 
     def __init__(
         self,
@@ -70,98 +42,187 @@ class ReplayBuffer:
         degenerate: Literal["keep", "drop"] = "keep",
         max_degenerate_in_a_row: int = 256,
         reward_name: str = "the reward",
-        policy: Policy = strict_fifo,
+        policy: Policy = fifo,
+        window: float = 1.0,
+        max_uses: int = 1,
+        seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.admission = admission
         self.counts = Counts()
-        self._live: dict[int, Slot] = {}
+        self.outcomes: deque[tuple[int, bool]] = deque(maxlen=OUTCOMES)
+        """Of the last episodes that ended: length in tokens, prompt included, and whether it was dropped."""
+        self._slots: dict[int, Slot] = {}
+        self._versions: Counter[int] = Counter()  # of the groups that hold a slot
+        self._num_queued = 0
+        self._straggled: set[int] = set()
         self._drop_degenerate = degenerate == "drop"
         self._max_degenerate_in_a_row = max_degenerate_in_a_row
         self._degenerate_in_a_row = 0
         self._reward_name = reward_name
         self._policy = policy
+        self._window = window
+        self._max_uses = max_uses
+        self._seed = seed
         self._clock = clock
 
     @property
     def num_running(self) -> int:
         """Groups reserved and not yet added."""
-        return len(self._live) - self.num_queued
+        return self.admission.live - self._num_queued
 
     @property
     def num_queued(self) -> int:
         """Complete groups that no batch has taken."""
-        return sum(slot.record is not None for slot in self._live.values())
+        return self._num_queued
+
+    @property
+    def running(self) -> list[Ticket]:
+        """The tickets of the running groups, in order; after a resume nobody works on them yet."""
+        return [slot.ticket for slot in self._slots.values() if slot.record is None]
 
     def reserve(self) -> Ticket | None:
         """A ticket for one group, or None while no slot is free."""
         ticket = self.admission.reserve()
         if ticket is not None:
-            self._live[ticket.seq] = Slot(ticket, self._clock())
+            self._slots[ticket.seq] = Slot(ticket, self._clock(), ticket.version)
+            self._versions[ticket.version] += 1
             self.counts.groups_reserved += 1
         return ticket
 
     def add(self, ticket: Ticket, record: Record) -> None:
         """The ticket's group is complete; it is queued, or dropped when it is degenerate or already too old.
 
-        Raises StalenessError when the ticket is not running, RewardError when too many degenerate groups
-        were dropped in a row.
+        A group that was dropped as a straggler is counted as wasted. Raises StalenessError when the ticket is
+        not running, RewardError when too many degenerate groups were dropped in a row.
         """
-        slot = self._live.get(ticket.seq)
+        if ticket.seq in self._straggled:
+            self._straggled.remove(ticket.seq)
+            self._count_dropped(record)
+            return
+        slot = self._slots.get(ticket.seq)
         if slot is None or slot.record is not None:
             raise StalenessError(
                 f"ticket {ticket.seq} is not running: it was added, failed or never reserved; "
                 "reserve a ticket for each group and add it once"
             )
-        slot.record = record
-        if record.degenerate:
-            self.counts.groups_degenerate += 1
+        self._forget_version(slot.version)
+        slot.record, slot.added = record, self._clock()
+        slot.version = min((v for v in record.oldest if v >= 0), default=ticket.version)
+        self._versions[slot.version] += 1
+        self._num_queued += 1
+        self.counts.groups_added += 1
+        self.counts.groups_degenerate += record.degenerate
         self._degenerate_in_a_row = self._degenerate_in_a_row + 1 if record.degenerate else 0
         if record.degenerate and self._drop_degenerate:
-            self._drop(ticket.seq)
+            self._drop(slot)
             self._check_reward_signal(record)
         elif record.is_stale(self.admission.next_version, self.admission.max_staleness):
-            self._expire(ticket.seq)
+            self._expire(slot)
 
     def fail(self, ticket: Ticket) -> None:
         """The ticket's group will never come: its slot is free at once. Harmless once it is done."""
-        slot = self._live.get(ticket.seq)
+        self._straggled.discard(ticket.seq)
+        slot = self._slots.get(ticket.seq)
         if slot is not None and slot.record is None:
-            self._give_back(ticket.seq)
+            self._give_back(slot)
             self.counts.groups_failed += 1
 
     def release(self, version: int) -> None:
         """Every serving replica holds `version`: frees the slots of the batches up to it."""
         self.admission.release(version)
 
-    def sample(self, policy_version: int) -> list[Record] | None:
-        """The batch that turns `policy_version` into the next one, in reservation order, or None: not yet.
+    def sample(self, policy_version: int) -> Choice | None:
+        """The batch that turns `policy_version` into the next one, or None: not yet.
 
         Groups that are too old for it are dropped first. Raises StalenessError when `policy_version` went
         back, or when a group claims tokens of a version that does not exist yet.
         """
-        self.admission.advance(policy_version)
-        bound = self.admission.max_staleness
-        for seq, slot in list(self._live.items()):
-            if slot.record is not None and slot.record.is_stale(policy_version, bound):
-                self._expire(seq)
-        chosen = self._policy(self._live, self.admission.groups_per_step)
-        if chosen is None:
-            return None
-        records = [self._record(seq) for seq in chosen]
-        newest = max(record.newest for record in records)
-        if newest > policy_version:
+        self._advance(policy_version)
+        chosen = self._choose()
+        return self._take(sorted(chosen)) if self._is_ready(chosen) else None
+
+    def take(self, policy_version: int, seqs: Sequence[int]) -> Choice:
+        """The batch of these groups, whatever the policy says: a resumed run serves a recorded batch again.
+
+        Raises StalenessError as `sample` does, and when one of them is not complete here.
+        """
+        self._advance(policy_version)
+        missing = [seq for seq in seqs if seq not in self._slots or self._slots[seq].record is None]
+        if missing or len(seqs) != self.admission.groups_per_step:
             raise StalenessError(
-                f"a group holds tokens of version {newest}, the trainer stands at {policy_version}; "
-                "sample with the version that the trainer reports, publish none before it is made"
+                f"the batch of policy_version {policy_version} cannot be served again: groups {_some(seqs)}, of "
+                f"which {_some(missing)} are not complete here, and a batch has {self.admission.groups_per_step}; "
+                "resume with the batch size of the recorded run, from its own run folder"
             )
-        for seq in chosen:
-            del self._live[seq]
-        self.admission.consume(policy_version)
-        self.counts.groups_trained += len(records)
-        self.counts.episodes_trained += sum(len(record.rewards) for record in records)
-        self.counts.tokens_trained += sum(record.num_tokens for record in records)
-        return records
+        return self._take(seqs)
+
+    def straggling_since(self, default: float) -> float:
+        """Clock reading at which the oldest running group that the next batch waits for was reserved."""
+        return min((slot.since for slot in self._running_of(self._choose())), default=default)
+
+    def drop_stragglers(self, timeout_s: float) -> int:
+        """Drops groups that the next batch waits for and that have run for `timeout_s`; their number.
+
+        Oldest first, and no more than it takes to complete the batch. Where no drop completes it, all of them:
+        what the next batch lacks can then be started anew.
+        """
+        started_before = self._clock() - timeout_s
+        chosen = sorted(slot.ticket.seq for slot in self._running_of(self._choose()) if slot.since <= started_before)
+        enough = (n for n in range(1, len(chosen)) if self._is_ready(self._choose(without=set(chosen[:n]))))
+        dropped = chosen[: next(enough, len(chosen))]
+        for seq in dropped:
+            self._give_back(self._slots[seq])
+            self._straggled.add(seq)
+            self.counts.groups_straggled += 1
+        return len(dropped)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that decides what comes next: plain values and the Records. Times are kept as ages."""
+        now = self._clock()
+        return {
+            "admission": self.admission.state_dict(),
+            "slots": [
+                {
+                    "ticket": {f.name: getattr(slot.ticket, f.name) for f in fields(slot.ticket)},
+                    "record": slot.record,
+                    "version": slot.version,
+                    "uses": slot.uses,
+                    "reserved_s_ago": now - slot.since,
+                    "added_s_ago": now - slot.added,
+                }
+                for slot in self._slots.values()
+            ],
+            "straggled": sorted(self._straggled),
+            "degenerate_in_a_row": self._degenerate_in_a_row,
+            "counts": asdict(self.counts),
+            "outcomes": list(self.outcomes),
+            "seed": self._seed,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`. What the configuration says (S, B, policy, ...) stays that of this buffer."""
+        now = self._clock()
+        self.admission.load_state_dict(state["admission"])
+        self._slots = {
+            saved["ticket"]["seq"]: Slot(
+                ticket=Ticket(**saved["ticket"]),
+                since=now - saved["reserved_s_ago"],
+                version=saved["version"],
+                record=saved["record"],
+                added=now - saved["added_s_ago"],
+                uses=saved["uses"],
+            )
+            for saved in state["slots"]
+        }
+        live = [slot for slot in self._slots.values() if slot.uses == 0]
+        self._versions = Counter(slot.version for slot in live)
+        self._num_queued = sum(slot.record is not None for slot in live)
+        self._straggled = set(state["straggled"])
+        self._degenerate_in_a_row = state["degenerate_in_a_row"]
+        self.counts = Counts(**state["counts"])
+        self.outcomes = deque((tuple(outcome) for outcome in state["outcomes"]), maxlen=OUTCOMES)
+        self._seed = state["seed"]
 
     def describe_slots(self) -> str:
         """Who holds the slots, for the text of a deadline."""
@@ -172,27 +233,79 @@ class ReplayBuffer:
             f"{admission.groups_per_step} groups a step) {admission.unreleased} are held by batches whose "
             f"weights are not released yet (versions: {_some(trained)}; released: {admission.released}), "
             f"{self.num_queued} by queued groups, {self.num_running} by running groups "
-            f"({self._running(self._live.values())})"
+            f"({self._running_text(self._slots)})"
         )
 
     def describe_missing(self) -> str:
         """Which groups the next batch lacks, for the text of a deadline."""
-        wanted = self.admission.groups_per_step
-        head = list(islice(self._live.values(), wanted))
-        complete = sum(slot.record is not None for slot in head)
+        wanted, chosen = self.admission.groups_per_step, self._choose()
+        complete = len(chosen) - len(self._running_of(chosen))
         return (
-            f"{complete} of the next {wanted} groups are complete; running: {self._running(head)}; "
-            f"not reserved by any rollout loop yet: {wanted - len(head)}"
+            f"{complete} of the next {wanted} groups are complete; running: {self._running_text(chosen)}; "
+            f"not reserved by any rollout loop yet: {wanted - len(chosen)}"
         )
 
-    def _running(self, slots: Iterable[Slot]) -> str:
-        now = self._clock()
-        return _some([f"seq {s.ticket.seq} since {now - s.since:.1f} s" for s in slots if s.record is None])
+    def _advance(self, policy_version: int) -> None:
+        self.admission.advance(policy_version)
+        oldest = policy_version - self.admission.max_staleness
+        if self._max_uses == 1 and min(self._versions, default=oldest) >= oldest:
+            return
+        for seq, slot in list(self._slots.items()):
+            if slot.uses and slot.version < oldest:
+                del self._slots[seq]
+            elif slot.record is not None and slot.record.is_stale(policy_version, self.admission.max_staleness):
+                self._expire(slot)
 
-    def _record(self, seq: int) -> Record:
-        record = self._live[seq].record
-        assert record is not None, "the policy chose a group that is still running"
-        return record
+    def _choose(self, without: Container[int] = ()) -> list[int]:
+        """The next batch as far as its groups exist, running ones included, as if `without` were gone."""
+        admission, groups, versions = self.admission, self._slots, self._versions
+        if without:
+            groups = {seq: slot for seq, slot in groups.items() if seq not in without}
+            versions = Counter(slot.version for slot in groups.values() if slot.uses == 0)
+        bound, count, now_at = admission.max_staleness, admission.groups_per_step, admission.next_version
+        view = View(groups, now_at, bound, count, self._window, self._seed)
+        order = _each_once(chain(self._policy(view), groups))
+
+        def version_of(seq: int) -> int | None:
+            if seq not in groups:
+                raise ConfigError(f"replay.policy named group {seq}, which is none of view.groups; name those only")
+            return None if groups[seq].uses else groups[seq].version
+
+        return choose(order, version_of, needs(versions, now_at, bound, count), count)
+
+    def _is_ready(self, chosen: Sequence[int]) -> bool:
+        return len(chosen) == self.admission.groups_per_step and not self._running_of(chosen)
+
+    def _take(self, seqs: Sequence[int]) -> Choice:
+        slots, now, version = [self._slots[seq] for seq in seqs], self._clock(), self.admission.next_version
+        records = [slot.record for slot in slots if slot.record is not None]
+        newest = max(record.newest for record in records)
+        if newest > version:
+            raise StalenessError(
+                f"a group holds tokens of version {newest}, the trainer stands at {version}; "
+                "sample with the version that the trainer reports, publish none before it is made"
+            )
+        fresh = [slot for slot in slots if slot.uses == 0]
+        for slot in fresh:
+            self._forget_version(slot.version)
+            self._num_queued -= 1
+        self.admission.consume(version, len(fresh))
+        for slot in slots:
+            slot.uses += 1
+            if slot.uses >= self._max_uses:
+                del self._slots[slot.ticket.seq]
+        self.counts.groups_trained += len(records)
+        self.counts.episodes_trained += sum(len(record.rewards) for record in records)
+        self.counts.tokens_trained += sum(record.num_tokens for record in records)
+        self.outcomes.extend((n, False) for slot in fresh if slot.record is not None for n in slot.record.lengths)
+        return Choice(list(seqs), records, [now - slot.added for slot in slots])
+
+    def _running_of(self, seqs: Iterable[int]) -> list[Slot]:
+        return [self._slots[seq] for seq in seqs if self._slots[seq].record is None]
+
+    def _running_text(self, seqs: Iterable[int]) -> str:
+        now = self._clock()
+        return _some([f"seq {slot.ticket.seq} since {now - slot.since:.1f} s" for slot in self._running_of(seqs)])
 
     def _check_reward_signal(self, record: Record) -> None:
         if self._degenerate_in_a_row >= self._max_degenerate_in_a_row:
@@ -203,19 +316,38 @@ class ReplayBuffer:
                 "completions, choose an easier task, or train such groups with grpo.degenerate=keep"
             )
 
-    def _expire(self, seq: int) -> None:
-        self._drop(seq)
+    def _expire(self, slot: Slot) -> None:
+        self._drop(slot)
         self.counts.groups_expired += 1
 
-    def _drop(self, seq: int) -> None:
-        record = self._record(seq)
+    def _drop(self, slot: Slot) -> None:
+        assert slot.record is not None
+        self._count_dropped(slot.record)
+        self._num_queued -= 1
+        self._give_back(slot)
+
+    def _count_dropped(self, record: Record) -> None:
         self.counts.episodes_dropped += len(record.rewards)
         self.counts.tokens_wasted += record.num_tokens
-        self._give_back(seq)
+        self.outcomes.extend((length, True) for length in record.lengths)
 
-    def _give_back(self, seq: int) -> None:
-        del self._live[seq]
+    def _give_back(self, slot: Slot) -> None:
+        del self._slots[slot.ticket.seq]
+        self._forget_version(slot.version)
         self.admission.give_back()
+
+    def _forget_version(self, version: int) -> None:
+        self._versions[version] -= 1
+        if not self._versions[version]:
+            del self._versions[version]
+
+
+def _each_once(seqs: Iterable[int]) -> Iterator[int]:
+    seen: set[int] = set()
+    for seq in seqs:
+        if seq not in seen:
+            seen.add(seq)
+            yield seq
 
 
 def _some(items: Sequence[object], shown: int = 8) -> str:

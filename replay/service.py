@@ -2,17 +2,17 @@
 
     caller             call        waits for         unblocked by
     rollout loop x N   reserve()   a free slot       release, a dropped or failed group, close
-    train loop         sample(v)   its next batch    add, a dropped or failed group, close
+    train loop         sample(v)   its next batch    add, a dropped or failed group, a straggler's timeout, close
     weight loop        release(v)  nothing
 
 Call order of a rollout loop: reserve, then exactly one of add and fail. `close` ends every wait:
-`reserve` and `sample` return None from then on, and late groups are discarded.
+`reserve` and `sample` return None from then on, and late groups are discarded. A group that is complete only
+after it was dropped as a straggler is no error: it is counted as wasted.
 """
 
 from __future__ import annotations
 
 import asyncio
-import statistics
 import time
 from collections import deque
 from dataclasses import asdict, dataclass, replace
@@ -24,8 +24,11 @@ from tensordict import TensorDict
 import forge.channel
 from forge.batch import check_batch
 from forge.errors import DeadlineExceeded, SchemaError, StalenessError
-from replay.buffer import Counts, ReplayBuffer
+from forge.registry import lookup
+from replay.buffer import Choice, ReplayBuffer
 from replay.config import ReplayConfig
+from replay.metrics import Counts, batch_stats, discard_rates, interval_stats
+from replay.policies import POLICIES
 from replay.shards import make_shards
 from replay.staleness import Admission, Ticket
 from replay.storage import Record, summarize
@@ -65,15 +68,23 @@ class Replay:
         start_version: int = 0,
         pad_id: int = 0,
         reward_name: str = "the reward",
+        seed: int = 0,
         channel: Channel = forge.channel,
     ) -> None:
-        """`start_version` is the policy version that trainer and generators hold when the run begins."""
+        """`start_version` is the policy version that trainer and generators hold when the run begins.
+
+        `seed` is that of policies that draw. Raises ConfigError when `cfg.policy` names no function.
+        """
         self._cfg = cfg
         self._buffer = ReplayBuffer(
             Admission(cfg.max_staleness, groups_per_step, start_version),
             degenerate=degenerate,
             max_degenerate_in_a_row=cfg.max_degenerate_in_a_row,
             reward_name=reward_name,
+            policy=lookup(cfg.policy, POLICIES, "replay.policy"),
+            window=cfg.window,
+            max_uses=cfg.max_uses,
+            seed=seed,
         )
         self._pad_id = pad_id
         self._channel = channel
@@ -124,20 +135,24 @@ class Replay:
     async def sample(self, policy_version: int, num_shards: int = 1) -> SampledBatch | None:
         """The next batch, cut for `num_shards` ranks, once its groups are complete; None once closed.
 
-        `policy_version` is where the trainer stands; the batch makes the next version. `stats` covers the
-        time since the last sample: staleness/{mean,max,bound} in versions and reward/{mean,std} over the
-        trained episodes, {tokens,episodes}/trained, tokens/wasted and episodes/dropped (too old, or
-        degenerate and dropped), groups/degenerate, replay/{queued,running}_groups that are left, and
-        replay/admission_wait_s, the mean wait of a reserve.
+        `policy_version` is where the trainer stands; the batch makes the next version. `stats` says of the batch:
+        staleness/{mean,max,bound} in versions, staleness/hist/<n> (share of the episodes that are n versions
+        old), reward/{mean,std}, queue/age_{mean,max}_s (from `add` to here); of the time since the last batch:
+        {tokens,episodes}/trained, tokens/wasted and episodes/dropped (too old, too late, or degenerate and
+        dropped), waste/share, groups/{degenerate,degenerate_share,expired,straggled,failed} and the mean
+        replay/admission_wait_s; of the last 1024 episodes that ended: discard/q1..q4, the share dropped in each
+        quartile of length; and replay/{queued,running}_groups that are left.
 
+        Groups that must be in the batch and have run for `straggler_timeout_s`, while this call waited as long,
+        are dropped.
         Raises DeadlineExceeded after `sample_timeout_s`, naming the missing groups; StalenessError when
         `policy_version` went back or a second caller waits; ConfigError with fewer episodes than shards.
         """
-        records = await self._next_records(policy_version)
-        if records is None:
+        choice = await self._next_choice(policy_version)
+        if choice is None:
             return None
-        stats = self._stats_of(records, policy_version)
-        groups = [record.group for record in records]
+        stats = self._stats_of(choice, policy_version)
+        groups = [record.group for record in choice.records]
         # In a thread: long episodes take long to copy, and `put` may wait until a trainer lets go of memory.
         handles = await asyncio.to_thread(self._hand_over, groups, num_shards)
         return SampledBatch(handles, policy_version, stats)
@@ -191,53 +206,53 @@ class Replay:
             "versions, or raise replay.reserve_timeout_s"
         )
 
-    async def _next_records(self, policy_version: int) -> list[Record] | None:
+    async def _next_choice(self, policy_version: int) -> Choice | None:
         if self._sampler is not None:
             raise StalenessError("sample was called while another sample waits; one loop takes the batches")
-        deadline = time.monotonic() + self._cfg.sample_timeout_s
+        patient_since = time.monotonic()
+        deadline = patient_since + self._cfg.sample_timeout_s
         try:
             while not self._closed:
-                records = self._buffer.sample(policy_version)
-                if records is not None:
-                    return records
-                self._sampler = asyncio.get_running_loop().create_future()
-                self._wake_reservers()
-                left = deadline - time.monotonic()
-                await asyncio.wait([self._sampler], timeout=max(0.0, left))
-                if not self._sampler.done():
+                choice = self._buffer.sample(policy_version)
+                if choice is not None:
+                    return choice
+                since = self._buffer.straggling_since(default=time.monotonic())
+                drop_at = max(since, patient_since) + self._cfg.straggler_timeout_s
+                if await self._changed_until(min(deadline, drop_at)):
+                    continue
+                if drop_at >= deadline:
                     raise DeadlineExceeded(
                         f"waited {self._cfg.sample_timeout_s:g} s for the batch of policy_version "
                         f"{policy_version}: {self._buffer.describe_missing()}; see whether generators and "
                         "rewards answer, or raise replay.sample_timeout_s"
                     )
+                if self._buffer.drop_stragglers(self._cfg.straggler_timeout_s):
+                    patient_since = time.monotonic()
             return None
         finally:
             self._sampler = None
             self._wake_reservers()
 
+    async def _changed_until(self, until: float) -> bool:
+        """Waits for a change that may complete the batch; False when the clock reads `until` before."""
+        self._sampler = asyncio.get_running_loop().create_future()
+        self._wake_reservers()
+        await asyncio.wait([self._sampler], timeout=max(0.0, until - time.monotonic()))
+        return self._sampler.done()
+
     def _hand_over(self, groups: list[TensorDict], num_shards: int) -> list[Any]:
         return [self._channel.put(shard) for shard in make_shards(groups, num_shards, self._pad_id)]
 
-    def _stats_of(self, records: list[Record], policy_version: int) -> dict[str, float]:
+    def _stats_of(self, choice: Choice, policy_version: int) -> dict[str, float]:
         counts = self._buffer.counts
         recent, self._counts_at_sample = counts.since(self._counts_at_sample), replace(counts)
         waits, self._admission_waits = self._admission_waits, []
-        staleness = [policy_version - version for r in records for version in r.oldest if version >= 0] or [0]
-        rewards = [reward for r in records for reward in r.rewards]
         return {
-            "staleness/mean": statistics.fmean(staleness),
-            "staleness/max": max(staleness),
-            "staleness/bound": self._cfg.max_staleness,
-            "reward/mean": statistics.fmean(rewards),
-            "reward/std": statistics.pstdev(rewards),
-            "tokens/trained": recent.tokens_trained,
-            "tokens/wasted": recent.tokens_wasted,
-            "episodes/trained": recent.episodes_trained,
-            "episodes/dropped": recent.episodes_dropped,
-            "groups/degenerate": recent.groups_degenerate,
+            **batch_stats(choice.records, choice.ages_s, policy_version, self._cfg.max_staleness),
+            **interval_stats(recent, waits),
+            **discard_rates(self._buffer.outcomes),
             "replay/queued_groups": self._buffer.num_queued,
             "replay/running_groups": self._buffer.num_running,
-            "replay/admission_wait_s": statistics.fmean(waits) if waits else 0.0,
         }
 
     def _wake(self) -> None:

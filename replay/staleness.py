@@ -1,21 +1,23 @@
-"""How many groups may be under way, so that no trained token is older than the bound.
+"""How many groups may be under way, and which of them a batch must hold, so that no trained token is too old.
 
 Symbols: S = max_staleness, B = groups per batch, g = the newest version that every serving replica
 holds (`released`), k = the version that the next batch is sampled at (`next_version`), L = groups
-that are reserved and neither trained nor given up (`live`).
+that are reserved and neither trained nor given up (`live`). A group whose oldest token has version v
+(while it runs: whose ticket has it) may be trained at d = v + S at the latest: its deadline.
 
-The law: groups are trained in the order of their reservations, B at a time. A group reserved now
-has L live groups before it, so it is trained at version k + L // B at the latest, from tokens no
-older than g. It is admitted if and only if
+The law, F: for every d >= k, at most (d - k + 1) * B live groups have a deadline <= d, which is as many
+as the batches k..d hold. Two rules keep it. A group is admitted if and only if
 
-    k + L // B - g <= S        which is        L + (k - g) * B < (S + 1) * B.
+    L + (k - g) * B < (S + 1) * B
 
-The right side reads as a count of slots: (S + 1) * B of them, one held by each live group and B by
-each batch whose weights the replicas do not hold yet. `replay/README.md` has the proof.
+which reads as a count of slots: (S + 1) * B of them, one held by each live group and B by each batch whose
+weights the replicas do not hold yet. And a batch holds, for every d, at least the `needs` of d. Any B groups
+that do so may be taken, in any order. `replay/README.md` has the proof.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from forge.errors import ConfigError, StalenessError
@@ -23,17 +25,18 @@ from forge.errors import ConfigError, StalenessError
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """The right to add one group: its place in the order, and the oldest version its tokens may have."""
+    """The right to add one group: its number in the order of reservations, and how old its tokens may be."""
 
     seq: int
     version: int
+    """No token of the group is older."""
 
 
 class Admission:
     """Counts slots. Pure: no clock, no waiting, no groups.
 
     `reserve` charges a slot. `give_back` frees it at once (dropped, degenerate, failed). `consume`
-    hands B of them to the batch that makes version k + 1, and `release(v)` frees those of every
+    hands slots to the batch that makes version k + 1, and `release(v)` frees those of every
     batch that made a version <= v.
     """
 
@@ -65,7 +68,7 @@ class Admission:
         return max(0, self.slots - self.live - self.unreleased)
 
     def reserve(self) -> Ticket | None:
-        """The next place in the order, or None while no slot is free."""
+        """The next ticket, or None while no slot is free."""
         if self.free == 0:
             return None
         self.live += 1
@@ -86,14 +89,74 @@ class Admission:
             )
         self.next_version = policy_version
 
-    def consume(self, policy_version: int) -> None:
-        """B live groups become the batch that turns `policy_version` into the next one."""
+    def consume(self, policy_version: int, num_live: int | None = None) -> None:
+        """The batch that turns `policy_version` into the next one takes `num_live` live groups, B if left out.
+
+        It takes fewer where it holds groups that were trained before; it holds B slots all the same.
+        """
         self.advance(policy_version)
-        assert self.live >= self.groups_per_step, "a batch was taken from fewer groups than it holds"
-        self.live -= self.groups_per_step
+        taken = self.groups_per_step if num_live is None else num_live
+        assert self.live >= taken, "a batch was taken from fewer groups than it holds"
+        self.live -= taken
         self.next_version += 1
 
     def release(self, version: int) -> None:
         """Every serving replica holds `version` or newer. Older calls change nothing."""
         self.released = max(self.released, version)
         self.next_version = max(self.next_version, version)
+
+    def state_dict(self) -> dict[str, int]:
+        """What `load_state_dict` needs: the versions, the live groups and the next number."""
+        return {
+            "released": self.released,
+            "next_version": self.next_version,
+            "live": self.live,
+            "next_seq": self._next_seq,
+        }
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Goes on from `state`; S and B stay those of this object."""
+        self.released = state["released"]
+        self.next_version = state["next_version"]
+        self.live = state["live"]
+        self._next_seq = state["next_seq"]
+
+
+def needs(live: Mapping[int, int], policy_version: int, max_staleness: int, count: int) -> dict[int, int]:
+    """How many groups of version v or older the batch at `policy_version` must hold: {v: number}, v ascending.
+
+    `live` has the number of live groups of each version. With d = v + S: all that the batches of the versions
+    after `policy_version`, up to d, have no place for. Under F it is `count` at most; where a caller broke F (a
+    trainer that jumps, tokens older than their ticket) it is cut to that, and `ReplayBuffer` drops what expires.
+    """
+    needed: dict[int, int] = {}
+    total = 0
+    for version in sorted(live):
+        total += live[version]
+        later = max(0, version + max_staleness - policy_version) * count
+        needed[version] = min(count, max(0, total - later))
+    return needed
+
+
+def choose(
+    order: Iterable[int], version_of: Callable[[int], int | None], needed: Mapping[int, int], count: int
+) -> list[int]:
+    """The first `count` groups of `order` that leave room for what `needed` demands; fewer when `order` ends.
+
+    `version_of` gives a group's version, None for a group that holds no slot and meets no need. A group is
+    passed over only when every place that is left must go to older ones; that stays so, hence one pass will do.
+    """
+    missing = {version: lacking for version, lacking in needed.items() if lacking > 0}
+    chosen: list[int] = []
+    for number in order:
+        if len(chosen) == count:
+            break
+        version, left = version_of(number), count - len(chosen) - 1
+        if any(lacking > left for v, lacking in missing.items() if version is None or v < version):
+            continue
+        chosen.append(number)
+        if version is not None:
+            for v in missing:
+                if v >= version:
+                    missing[v] -= 1
+    return chosen

@@ -27,15 +27,37 @@ def make(max_staleness: int, groups_per_step: int, **options: object) -> tuple[R
     return buffer, list(iter(buffer.reserve, None))
 
 
-def test_a_batch_waits_for_the_oldest_reservations_and_keeps_their_order() -> None:
-    buffer, tickets = make(1, 2)
+def taken(buffer: ReplayBuffer, policy_version: int) -> list[int] | None:
+    """The numbers of the groups of the batch, if there is one."""
+    choice = buffer.sample(policy_version)
+    return None if choice is None else choice.seqs
+
+
+def test_strict_fifo_waits_for_the_oldest_reservations_and_keeps_their_order() -> None:
+    buffer, tickets = make(1, 2, window=0.0)
     records = [group([0], [0]) for _ in tickets]
     for i in (3, 2, 1):
         buffer.add(tickets[i], records[i])
         assert buffer.sample(0) is None
     buffer.add(tickets[0], records[0])
-    assert buffer.sample(0) == records[:2]
-    assert buffer.sample(1) == records[2:]
+    assert taken(buffer, 0) == [0, 1]
+    assert taken(buffer, 1) == [2, 3]
+
+
+def test_a_full_window_takes_what_is_complete_until_the_bound_of_the_others_is_reached() -> None:
+    buffer, tickets = make(1, 2)
+    for i in (3, 2):
+        buffer.add(tickets[i], group([0], [0]))
+    assert taken(buffer, 0) == [2, 3], "a straggler held up a batch in which it need not be"
+    buffer.release(1)
+    for ticket in iter(buffer.reserve, None):
+        buffer.add(ticket, group([1], [1]))
+    buffer.add(tickets[1], group([0], [0]))
+    assert buffer.sample(1) is None, "the last batch that may hold the straggler went without it"
+    buffer.add(tickets[0], group([0], [0]))
+    assert taken(buffer, 1) == [0, 1]
+    assert taken(buffer, 2) == [4, 5]
+    assert buffer.counts.groups_expired == 0
 
 
 def test_a_failed_group_makes_way_for_the_next_one() -> None:
@@ -71,7 +93,7 @@ def test_staleness_counts_from_the_oldest_token_of_any_episode() -> None:
     kept = buffer.sample(2)
     assert buffer.counts.groups_expired == 1
     assert kept is not None
-    assert kept[0].oldest == [1, 2]
+    assert kept.records[0].oldest == [1, 2]
 
 
 def test_padding_and_prompt_versions_never_make_a_group_stale() -> None:

@@ -48,6 +48,7 @@ class World:
             Admission(self.max_staleness, self.groups_per_step),
             degenerate="drop",
             max_degenerate_in_a_row=10**6,
+            window=0.0,
         )
 
     @property
@@ -92,8 +93,8 @@ class World:
             assert batch is None
             return False
         assert batch is not None
-        assert [id(r) for r in batch] == [id(r) for r in expected], "not the oldest reservations, in order"
-        assert all(self.version - min(r.oldest) <= self.max_staleness for r in batch)
+        assert [id(r) for r in batch.records] == [id(r) for r in expected], "not the oldest reservations, in order"
+        assert all(self.version - min(r.oldest) <= self.max_staleness for r in batch.records)
         for seq in live:
             del self.queued[seq]
         self.version += 1

@@ -110,8 +110,8 @@ def test_a_waiting_reserve_is_woken_by_a_group_that_leaves(how: str) -> None:
 def test_a_waiting_reserve_is_woken_when_sampling_drops_a_stale_group(batch_follows: bool) -> None:
     async def main() -> None:
         replay = make(1, 1, start_version=4)
-        await replay.add(await reserved(replay), group([4, 4], [4]))
-        await replay.add(await reserved(replay), group([4, 3], [4]))
+        for _ in range(2):
+            await replay.add(await reserved(replay), group([4, 3], [4]))
         await sampled(replay, 4)
         await replay.release(5)
         third = await reserved(replay)
@@ -195,20 +195,33 @@ def test_the_stats_of_a_batch_speak_of_its_episodes_and_of_the_time_since_the_la
         await replay.add(tickets[1], group([7], [7], rewards=[0.5, 0.5]))
         await replay.add(tickets[2], group([4], [7, 7], rewards=[0.0, 1.0]))
         await replay.add(tickets[3], group([5, 5], [7, 7], rewards=[2.0, 1.0]))
-        await replay.add(tickets[4], group([7], [7], rewards=[0.0, 1.0]))
+        await replay.add(tickets[4], group([7], [7, 7, 7, 7], rewards=[0.0, 1.0]))
         stats = (await sampled(replay, 7)).stats
         assert stats.pop("replay/admission_wait_s") >= 0
+        assert stats.pop("queue/age_max_s") >= stats.pop("queue/age_mean_s") > 0
         assert stats == {
             "staleness/mean": 0.75,
             "staleness/max": 2.0,
             "staleness/bound": 2.0,
+            "staleness/hist/0": 0.5,
+            "staleness/hist/1": 0.25,
+            "staleness/hist/2": 0.25,
             "reward/mean": 1.0,
             "reward/std": pytest.approx(0.5**0.5),
             "tokens/trained": 7.0,
             "tokens/wasted": 5.0,
+            "waste/share": pytest.approx(5 / 12),
             "episodes/trained": 4.0,
             "episodes/dropped": 4.0,
             "groups/degenerate": 1.0,
+            "groups/degenerate_share": 0.2,
+            "groups/expired": 1.0,
+            "groups/straggled": 0.0,
+            "groups/failed": 0.0,
+            "discard/q1": 1.0,
+            "discard/q2": 0.5,
+            "discard/q3": 0.5,
+            "discard/q4": 0.0,
             "replay/queued_groups": 1.0,
             "replay/running_groups": 1.0,
         }
