@@ -1,18 +1,22 @@
-"""Cuts a rank's shard of a batch into forward passes of bounded size, padded or packed.
+"""Cuts a rank's share of a batch into forward passes of bounded size, padded or packed.
 
-Padded: rows sorted by length, so that neighbours need little padding. Packed: episodes laid first-fit into rows
-of `max_tokens`, positions restarting at each; attention keeps them apart by those positions.
+Padded: episodes sorted by length, so that neighbours need little padding. Packed: each row of a packed batch is a
+pass, a slice of memory that is not copied; positions restart at each episode and keep attention inside it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
+from forge.batch import is_packed
 from forge.errors import ConfigError
+from forge.packing import first_fit, flatten, pack, padded_cuts, row_episodes
 
 
 @dataclass(frozen=True)
@@ -45,88 +49,73 @@ class MicroBatch:
 
 
 def micro_batches(batch: TensorDict, max_tokens: int, *, packing: bool) -> list[MicroBatch]:
-    """All episodes of `batch` `[b, T]` in passes of at most `max_tokens` tokens, padding included.
+    """All episodes of `batch`, of either form, in passes of at most `max_tokens` tokens, padding included.
 
-    Raises ConfigError when one episode alone is longer.
+    With `packing` the rows of a packed batch are the passes, unless one is longer than `max_tokens`: then, and
+    where there are none, episodes are packed anew. Raises ConfigError when one episode alone is longer.
     """
-    lengths = batch["lengths"].tolist()
+    flat = batch if is_packed(batch) else flatten(batch)
+    lengths = flat["lengths"].tolist()
     longest = max(lengths)
     if longest > max_tokens:
         raise ConfigError(
             f"an episode has {longest} tokens, trainer.microbatch_tokens is {max_tokens}; raise it to {longest} or more"
         )
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    if packing:
-        return [_packed(batch, rows) for rows in _first_fit(order, lengths, max_tokens)]
-    cuts: list[list[int]] = []
-    for index in order:
-        # The first of a cut is its longest: every row costs as much.
-        if cuts and lengths[cuts[-1][0]] * (len(cuts[-1]) + 1) <= max_tokens:
-            cuts[-1].append(index)
-        else:
-            cuts.append([index])
-    return [_padded(batch, rows) for rows in cuts]
+    if not packing:
+        return [_padded(flat, cut) for cut in padded_cuts(lengths, max_tokens)]
+    rows = row_episodes(flat) if "row_offsets" in flat else []
+    if not rows or any(sum(lengths[episode] for episode in row) > max_tokens for row in rows):
+        rows = first_fit(lengths, max_tokens)
+        flat = pack([flat], rows)
+    firsts = accumulate(map(len, rows), initial=0)
+    return [_packed(flat, first, row) for first, row in zip(firsts, rows, strict=False)]
 
 
 def empty_micro_batch(batch: TensorDict) -> MicroBatch:
     """A pass that trains nothing, for a rank that has run out while others have not."""
-    micro = _padded(batch, [int(batch["lengths"].argmin())])
+    flat = batch if is_packed(batch) else flatten(batch)
+    micro = _padded(flat, [int(flat["lengths"].argmin())])
     nothing = torch.zeros_like(micro.loss_mask)
     return replace(micro, mask=nothing, loss_mask=nothing)
 
 
-def _first_fit(order: list[int], lengths: list[int], max_tokens: int) -> list[list[int]]:
-    rows: list[list[int]] = []
-    free: list[int] = []
-    for index in order:
-        slot = next((r for r, room in enumerate(free) if room >= lengths[index]), None)
-        if slot is None:
-            rows.append([index])
-            free.append(max_tokens - lengths[index])
-        else:
-            rows[slot].append(index)
-            free[slot] -= lengths[index]
-    return rows
+def _padded(flat: TensorDict, episodes: Sequence[int]) -> MicroBatch:
+    index, inside = _places(flat, episodes)
+    loss = _loss_view(flat, episodes, index, inside)
+    tokens = torch.where(inside, flat["tokens"][index], 0)
+    positions = torch.arange(inside.shape[1]).expand(inside.shape)
+    return MicroBatch(tuple(episodes), tokens, positions, mask=loss["loss_mask"], **loss)
 
 
-def _episodes(batch: TensorDict, rows: list[int]) -> dict[str, torch.Tensor | None]:
-    width = int(batch["lengths"][rows].max())
-    index = torch.tensor(rows)
-    mask = batch["loss_mask"][index, :width]
+def _packed(packed: TensorDict, first: int, row: Sequence[int]) -> MicroBatch:
+    """The pass of the row whose first episode is number `first`; `row` is what its episodes were called before."""
+    episodes = range(first, first + len(row))
+    index, inside = _places(packed, episodes)
+    span = slice(int(index[0, 0]), int(index[0, 0] + inside.sum()))
+    tokens, positions, mask = (packed[key][None, span] for key in ("tokens", "position_ids", "loss_mask"))
+    return MicroBatch(tuple(row), tokens, positions, mask, **_loss_view(packed, episodes, index, inside))
 
-    def clean(key: str) -> torch.Tensor:
-        # Whatever padding holds, NaN included, must not reach arithmetic.
-        values = batch[key][index, :width]
-        return torch.where(mask, values, torch.zeros((), dtype=values.dtype))
+
+def _places(flat: TensorDict, episodes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[b, t]`: where the tokens of `episodes` lie in the flat keys, and whether there is one."""
+    lengths = flat["lengths"]
+    chosen = torch.tensor(list(episodes))
+    starts = (lengths.cumsum(0) - lengths)[chosen]
+    columns = torch.arange(int(lengths[chosen].max()))
+    index = (starts[:, None] + columns).clamp_(max=flat["tokens"].shape[0] - 1)
+    return index, columns < lengths[chosen][:, None]
+
+
+def _loss_view(flat: TensorDict, episodes: Sequence[int], index: torch.Tensor, inside: torch.Tensor) -> dict[str, Any]:
+    mask = flat["loss_mask"][index] & inside
+
+    def trained(key: str) -> torch.Tensor:
+        # Whatever stands outside the mask, NaN included, must not reach arithmetic.
+        return torch.where(mask, flat[key][index], 0.0)
 
     return {
         "loss_mask": mask,
-        "behavior_logprobs": clean("behavior_logprobs"),
-        "ref_logprobs": None if batch.get("ref_logprobs", None) is None else clean("ref_logprobs"),
-        "advantages": batch["advantages"][index],
+        "behavior_logprobs": trained("behavior_logprobs"),
+        "ref_logprobs": trained("ref_logprobs") if "ref_logprobs" in flat else None,
+        "advantages": flat["advantages"][torch.tensor(list(episodes))],
     }
-
-
-def _padded(batch: TensorDict, rows: list[int]) -> MicroBatch:
-    episodes = _episodes(batch, rows)
-    mask = episodes["loss_mask"]
-    assert mask is not None
-    width = mask.shape[1]
-    tokens = batch["tokens"][torch.tensor(rows), :width]
-    positions = torch.arange(width).expand(len(rows), width)
-    return MicroBatch(tuple(rows), tokens, positions, mask, **episodes)  # type: ignore[arg-type]
-
-
-def _packed(batch: TensorDict, rows: list[int]) -> MicroBatch:
-    lengths = batch["lengths"][rows].tolist()
-    pieces = [(row, slice(0, length)) for row, length in zip(rows, lengths, strict=True)]
-    tokens = torch.cat([batch["tokens"][row, span] for row, span in pieces])
-    mask = torch.cat([batch["loss_mask"][row, span] for row, span in pieces])
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    return MicroBatch(
-        tuple(rows),
-        tokens[None],
-        positions[None],
-        mask[None],
-        **_episodes(batch, rows),  # type: ignore[arg-type]
-    )

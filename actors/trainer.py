@@ -20,9 +20,11 @@ from actors.checkpoint import write_checkpoint
 from actors.model import Policy, check_head, freeze_except, load_hf, shard
 from actors.packing import MicroBatch, empty_micro_batch, micro_batches
 from actors.trainer_state import TrainerState
+from forge.batch import is_packed
 from forge.errors import ConfigError
 from forge.losses import LossConfig, LossInput, Metrics, add_metrics, compute_loss, denominator, metric_means
 from forge.memory import peak_rss_bytes
+from forge.packing import flatten
 from weightsync.config import WeightSyncConfig
 from weightsync.offer import Endpoint
 from weightsync.publisher import Publisher
@@ -142,7 +144,10 @@ class Trainer:
         self.policy_version = 0
 
     def step(self, batch: TensorDict) -> StepResult:
-        """One optimizer update on this rank's shard `[b, T]`. Raises FloatingPointError on a non-finite gradient."""
+        """One optimizer update on this rank's share of a batch, packed or padded `[b, T]`.
+
+        Raises FloatingPointError on a non-finite gradient.
+        """
         self.policy.train()
         scale = self._set_learning_rate()
         totals = self._accumulate(batch)
@@ -163,13 +168,14 @@ class Trainer:
 
     def _accumulate(self, batch: TensorDict) -> dict[str, float]:
         """Forward and backward over all micro-batches; returns the step's global metrics."""
-        cuts = micro_batches(batch, self._config.microbatch_tokens, packing=self._config.packing)
-        local = denominator(batch["loss_mask"], self._loss_config.aggregation)
+        flat = batch if is_packed(batch) else flatten(batch)
+        cuts = micro_batches(flat, self._config.microbatch_tokens, packing=self._config.packing)
+        local = torch.stack([denominator(cut.loss_mask, self._loss_config.aggregation) for cut in cuts]).sum()
         global_denominator = self._sum(local)
         parts: list[Metrics] = []
         for index in range(self._max(len(cuts))):
             # Every rank runs as many passes as the busiest one: FSDP2's collectives must pair up.
-            micro = cuts[index] if index < len(cuts) else empty_micro_batch(batch)
+            micro = cuts[index] if index < len(cuts) else empty_micro_batch(flat)
             parts.append(self._pass(micro.to(self._spec.device), global_denominator))
         total = add_metrics(parts)
         names = sorted(total)

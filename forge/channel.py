@@ -21,7 +21,6 @@ The parts: segment.py (shared bytes), blocks.py (who uses which), layout.py (Ten
 
 from __future__ import annotations
 
-import builtins
 import itertools
 import os
 import threading
@@ -34,6 +33,7 @@ from tensordict import TensorDict, TensorDictBase
 from forge.blocks import Block, BlockStore, Cells
 from forge.errors import ChannelError
 from forge.layout import Layout, flatten, rebuild, write
+from forge.memory import memory_limit_bytes
 from forge.segment import Segment, SegmentRef, identity
 
 __all__ = ["Handle", "Pool", "PoolStats", "Segment", "SegmentRef"]
@@ -98,7 +98,7 @@ class Pool:
     ) -> None:
         if max_bytes is not None and max_bytes < 1:
             raise ChannelError(f"max_bytes must be >= 1, got {max_bytes}; leave it out for 1/4 of memory")
-        self.max_bytes = _memory_limit() // 4 if max_bytes is None else max_bytes
+        self.max_bytes = memory_limit_bytes() // 4 if max_bytes is None else max_bytes
         self.inline_bytes, self.wait_s, self.unopened_s = inline_bytes, wait_s, unopened_s
         self._tickets = itertools.count(1)
         self._begin()
@@ -287,16 +287,6 @@ class Pool:
 def _is_plain(leaf: torch.Tensor) -> bool:
     """Whether the bytes in memory are the values, in order."""
     return leaf.device.type == "cpu" and leaf.is_contiguous() and not leaf.is_conj() and not leaf.is_neg()
-
-
-def _memory_limit() -> int:
-    """Bytes of memory that this process may use: the machine's, or its control group's if that is less."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        with builtins.open("/sys/fs/cgroup/memory.max") as limit:
-            return min(total, int(limit.read()))
-    except (OSError, ValueError):
-        return total
 
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()

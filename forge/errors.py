@@ -8,6 +8,7 @@
     |- DeadlineExceeded(TimeoutError)  a wait reached its deadline; names what was waited for
     |- ChannelError                    the data plane: a segment is gone, a handle is stale, a budget is reached
     |- WeightSyncError                 publish, pull or apply failed; the old weights stay in force
+    |- MemoryBudgetError               the replay would hold more bytes of groups than it may
     |- StalenessError                  the staleness bound would be broken, or can never be met
     |- RewardError                     a reward function raised
     |- RunFolderError                  the run folder cannot be written (full disk, permissions)
@@ -56,6 +57,10 @@ class ChannelError(ForgeError):
 
 class WeightSyncError(ForgeError):
     """A weight update did not happen; the previous weights stay in force."""
+
+
+class MemoryBudgetError(ForgeError):
+    """The replay would hold more bytes of groups than it may."""
 
 
 class StalenessError(ForgeError):

@@ -1,4 +1,4 @@
-"""How much memory a process and its children have held at most."""
+"""How much memory a process may use, and how much it and its children have held at most."""
 
 from __future__ import annotations
 
@@ -22,3 +22,13 @@ def peak_rss_bytes(pid: int | None = None) -> int:
         except OSError:
             continue
     return total
+
+
+def memory_limit_bytes() -> int:
+    """Bytes of memory that this process may use: the machine's, or its control group's if that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit:
+            return min(total, int(limit.read()))
+    except (OSError, ValueError):
+        return total

@@ -1,15 +1,19 @@
-"""Complete groups as the replay keeps them."""
+"""Complete groups as the replay keeps them: without padding, in memory of its own, within a budget."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 
-from forge.advantages import is_degenerate
-from forge.errors import SchemaError
+from forge.batch import array, check_batch, is_packed
+from forge.errors import MemoryBudgetError, SchemaError
+from forge.memory import memory_limit_bytes
+from forge.packing import flatten
 
 
 @dataclass(slots=True)
@@ -17,6 +21,7 @@ class Record:
     """A complete group and what the bookkeeping needs of it, read once when it is added."""
 
     group: TensorDict
+    """Flat episodes (`forge/batch.py`): token keys `[N]`, episode keys `[G]`."""
     oldest: list[int]
     """Of each episode: the oldest version that sampled one of its tokens; -1 when it trains no token."""
     newest: int
@@ -38,22 +43,75 @@ class Record:
         return any(0 <= version < policy_version - max_staleness for version in self.oldest)
 
 
+def store(group: TensorDict, group_id: int) -> Record:
+    """A Group `[G]` as the replay keeps it: checked, in a copy without padding that shares no memory with it.
+
+    Raises SchemaError when it breaks the schema or has no episode.
+    """
+    check_batch(group)
+    if group.batch_size[0] == 0:
+        raise SchemaError("the group has 0 episodes; fail its ticket instead of adding it")
+    flat = flatten(group)
+    flat["group_id"].fill_(group_id)
+    return summarize(flat)
+
+
 def summarize(group: TensorDict) -> Record:
-    """The Record of a valid Group `[G]`. Raises SchemaError when a reward is not finite."""
-    mask, versions = group["loss_mask"], group["token_versions"]
-    never = torch.iinfo(torch.int64).max
-    oldest = torch.where(mask, versions, never).amin(1).tolist()
-    rewards = group["rewards"].tolist()
+    """The Record of a valid group, flat as it was stored or padded as it was made.
+
+    Raises SchemaError when a reward is not finite.
+    """
+    flat = group if is_packed(group) else flatten(group)
+    rewards, lengths = flat["rewards"].tolist(), flat["lengths"].tolist()
     if not all(map(math.isfinite, rewards)):
         raise SchemaError(f"rewards must be finite, got {rewards}; a reward of nan would reach every weight")
+    mask = array(flat["loss_mask"])
+    versions = np.where(mask, array(flat["token_versions"]), -1)
+    starts = list(accumulate(lengths, initial=0))[:-1]
+    # Read as unsigned, -1 is larger than any version.
+    oldest = np.minimum.reduceat(versions.view(np.uint64), starts).view(np.int64)
     return Record(
-        group=group,
-        oldest=[-1 if version == never else version for version in oldest],
-        newest=int(torch.where(mask, versions, -1).max()),
-        num_tokens=int(mask.sum()),
+        group=flat,
+        oldest=oldest.tolist(),
+        newest=int(versions.max()),
+        num_tokens=int(np.count_nonzero(mask)),
         rewards=rewards,
-        degenerate=bool(is_degenerate(group["rewards"])),
-        lengths=group["lengths"].tolist(),
-        magnitude=float(group["advantages"].abs().mean()),
-        nbytes=group.bytes(),
+        degenerate=max(rewards) == min(rewards),
+        lengths=lengths,
+        magnitude=math.fsum(map(abs, flat["advantages"].tolist())) / len(lengths),
+        nbytes=sum(value.nbytes for value in flat.values() if isinstance(value, torch.Tensor)),
     )
+
+
+class MemoryBudget:
+    """Bytes of groups that are held, and whether one more may be begun. Pure.
+
+    Backpressure comes first: a group that is not begun costs nothing, one that does not fit when it is complete
+    ends the run. What a running group will take is estimated by the largest so far.
+    """
+
+    def __init__(self, limit_bytes: int = 0) -> None:
+        """`limit_bytes`: of all groups; 0 stands for a quarter of what this process may use."""
+        self.limit_bytes = limit_bytes or memory_limit_bytes() // 4
+        self.held_bytes = 0
+        self.largest_bytes = 0
+
+    def admits(self, num_running: int) -> bool:
+        """Whether another group will fit beside those that are held and the `num_running` that are begun."""
+        return self.held_bytes + (num_running + 1) * self.largest_bytes <= self.limit_bytes
+
+    def hold(self, nbytes: int) -> None:
+        """A group of `nbytes` is kept from now on. Raises MemoryBudgetError when it does not fit."""
+        if self.held_bytes + nbytes > self.limit_bytes:
+            raise MemoryBudgetError(
+                f"a group of {nbytes} bytes does not fit: the replay holds {self.held_bytes} bytes of groups, "
+                f"replay.memory_bytes allows {self.limit_bytes}; raise it, or lower replay.max_staleness, "
+                "grpo.batch_size or generator.max_new_tokens, so that fewer or shorter groups wait"
+            )
+        self.held_bytes += nbytes
+        self.largest_bytes = max(self.largest_bytes, nbytes)
+
+    def free(self, nbytes: int) -> None:
+        """A group of `nbytes` is no longer kept."""
+        assert nbytes <= self.held_bytes, "more memory was freed than was held"
+        self.held_bytes -= nbytes

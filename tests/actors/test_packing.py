@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -9,6 +11,7 @@ from tensordict import TensorDict
 from actors.packing import empty_micro_batch, micro_batches
 from forge.batch import collate, make_group
 from forge.errors import ConfigError
+from forge.packing import first_fit, flatten, pack
 
 COMPLETIONS = [[5], [6, 7, 8, 9], [10, 11], [12, 13, 14], [15] * 7, [16, 17]]
 
@@ -19,6 +22,11 @@ def batch() -> TensorDict:
         for i, c in enumerate(COMPLETIONS)
     ]
     return collate(groups)
+
+
+def packed(max_tokens: int) -> TensorDict:
+    flat = flatten(batch())
+    return pack([flat], first_fit(flat["lengths"].tolist(), max_tokens))
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -47,20 +55,62 @@ def test_positions_count_from_zero_in_every_episode(packing: bool) -> None:
         assert int(starts) == len(cut.rows)
 
 
-def test_nan_in_padding_stays_outside() -> None:
-    td = batch()
-    td["behavior_logprobs"][~td["loss_mask"]] = float("nan")
-    for cut in micro_batches(td, 13, packing=False):
-        assert not cut.behavior_logprobs.isnan().any()
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("form", [batch, lambda: packed(13)])
+def test_nan_outside_the_mask_stays_outside(form: Callable[[], TensorDict], packing: bool) -> None:
+    td = form()
+    td["ref_logprobs"] = td["behavior_logprobs"].clone()
+    for key in ("behavior_logprobs", "ref_logprobs"):
+        td[key][~td["loss_mask"]] = float("nan")
+    for cut in micro_batches(td, 13, packing=packing):
+        assert cut.ref_logprobs is not None
+        assert not (cut.behavior_logprobs.isnan() | cut.ref_logprobs.isnan()).any()
 
 
-def test_an_empty_pass_trains_nothing() -> None:
-    micro = empty_micro_batch(batch())
+def test_rows_of_a_packed_batch_are_trained_where_they_lie() -> None:
+    td = packed(13)
+    cuts = micro_batches(td, 13, packing=True)
+    assert len(cuts) == len(td["row_offsets"]) - 1
+    for cut, start in zip(cuts, td["row_offsets"].tolist(), strict=False):
+        for key, value in (("tokens", cut.tokens), ("loss_mask", cut.mask), ("position_ids", cut.position_ids)):
+            assert value.data_ptr() == td[key][start:].data_ptr(), key
+    assert torch.cat([cut.tokens[0] for cut in cuts]).tolist() == td["tokens"].tolist()
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_packed_batch_is_trained_as_the_padded_one(packing: bool) -> None:
+    """Episode by episode, whatever rows the batch came in: those of the budget, shorter ones, too long ones."""
+    width = int(batch()["lengths"].max())
+
+    def episodes(td: TensorDict) -> list[tuple[object, ...]]:
+        found: list[tuple[object, ...]] = []
+        for cut in micro_batches(td, 13, packing=packing):
+            values = cut.tokens[cut.mask].float()
+            columns = (cut.unpack(values), cut.loss_mask.float(), cut.behavior_logprobs, cut.advantages[:, None])
+            wide = [torch.nn.functional.pad(c, (0, width - c.shape[1])) for c in columns]
+            found += [tuple(map(tuple, rows)) for rows in zip(*(c.tolist() for c in wide), strict=True)]
+        return sorted(found)
+
+    padded = batch()
+    padded["advantages"] = torch.arange(len(COMPLETIONS)).float()
+    flat = flatten(padded)
+    expected = episodes(padded)
+    assert len(expected) == len(COMPLETIONS)
+    assert episodes(flat) == expected
+    for row_tokens in (9, 13, 100):
+        assert episodes(pack([flat], first_fit(flat["lengths"].tolist(), row_tokens))) == expected
+
+
+@pytest.mark.parametrize("form", [batch, lambda: packed(13)])
+def test_an_empty_pass_trains_nothing(form: Callable[[], TensorDict]) -> None:
+    micro = empty_micro_batch(form())
     assert not micro.mask.any()
     assert not micro.loss_mask.any()
     assert micro.tokens.numel() > 0
 
 
-def test_an_episode_over_the_budget_is_an_error_that_says_what_to_raise() -> None:
-    with pytest.raises(ConfigError, match=r"an episode has 9 tokens, trainer\.microbatch_tokens is 8"):
-        micro_batches(batch(), 8, packing=False)
+@pytest.mark.parametrize("packing", [False, True])
+def test_an_episode_over_the_budget_is_an_error_that_says_what_to_raise(packing: bool) -> None:
+    for td in (batch(), packed(8)):
+        with pytest.raises(ConfigError, match=r"an episode has 9 tokens, trainer\.microbatch_tokens is 8"):
+            micro_batches(td, 8, packing=packing)

@@ -16,6 +16,7 @@ from apps.grpo.models import resolve_model
 from forge.batch import collate, make_group
 from forge.errors import ConfigError
 from forge.losses import Aggregation, LossConfig
+from forge.packing import first_fit, flatten, pack
 from forge.segment import Segment, SegmentRef
 from weightsync.config import WeightSyncConfig
 from weightsync.layout import view
@@ -72,6 +73,15 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(
     loss = LossConfig(aggregation=aggregation)
     batch = ragged_batch()
     assert_same(gradient(nano, batch, loss=loss, **cut), gradient(nano, batch, loss=loss))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_packed_batch_gives_the_gradient_of_the_padded_one(nano: str, packing: bool) -> None:
+    flat = flatten(ragged_batch())
+    packed = pack([flat], first_fit(flat["lengths"].tolist(), 30))
+    packed["behavior_logprobs"][~packed["loss_mask"]] = float("nan")
+    ours = gradient(nano, packed, packing=packing, microbatch_tokens=30)
+    assert_same(ours, gradient(nano, ragged_batch()))
 
 
 def test_nan_and_garbage_in_padding_change_nothing(nano: str) -> None:
