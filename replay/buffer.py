@@ -11,11 +11,12 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
 from typing import Any, Literal
 
 from forge.errors import ConfigError, RewardError, StalenessError
+from replay.events import Add, Event, Gone, Reserve
 from replay.metrics import OUTCOMES, Counts
 from replay.policies import Policy, Slot, View, fifo
 from replay.staleness import Admission, Ticket, choose, needs
@@ -46,8 +47,11 @@ class ReplayBuffer:
         window: float = 1.0,
         max_uses: int = 1,
         seed: int = 0,
+        draw: Callable[[], Any] = lambda: None,
+        tell: Callable[[Event], None] = lambda event: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`draw` gives the prompt of a ticket; `tell` is told what happens to groups, batches excepted."""
         self.admission = admission
         self.counts = Counts()
         self.outcomes: deque[tuple[int, bool]] = deque(maxlen=OUTCOMES)
@@ -64,6 +68,8 @@ class ReplayBuffer:
         self._window = window
         self._max_uses = max_uses
         self._seed = seed
+        self._draw = draw
+        self._tell = tell
         self._clock = clock
 
     @property
@@ -83,11 +89,16 @@ class ReplayBuffer:
 
     def reserve(self) -> Ticket | None:
         """A ticket for one group, or None while no slot is free."""
+        if self.admission.free == 0:
+            return None
+        prompt = self._draw()  # first: where it raises, no slot is taken
         ticket = self.admission.reserve()
-        if ticket is not None:
-            self._slots[ticket.seq] = Slot(ticket, self._clock(), ticket.version)
-            self._versions[ticket.version] += 1
-            self.counts.groups_reserved += 1
+        assert ticket is not None
+        ticket = replace(ticket, prompt=prompt)
+        self._slots[ticket.seq] = Slot(ticket, self._clock(), ticket.version)
+        self._versions[ticket.version] += 1
+        self.counts.groups_reserved += 1
+        self._tell(Reserve(ticket.seq, ticket.version, prompt, {"groups_reserved": 1}))
         return ticket
 
     def add(self, ticket: Ticket, record: Record) -> None:
@@ -114,8 +125,10 @@ class ReplayBuffer:
         self.counts.groups_added += 1
         self.counts.groups_degenerate += record.degenerate
         self._degenerate_in_a_row = self._degenerate_in_a_row + 1 if record.degenerate else 0
+        counts = {"groups_added": 1, "groups_degenerate": int(record.degenerate)}
+        self._tell(Add(ticket.seq, record.group, counts, {"degenerate_in_a_row": self._degenerate_in_a_row}))
         if record.degenerate and self._drop_degenerate:
-            self._drop(slot)
+            self._drop(slot, "degenerate")
             self._check_reward_signal(record)
         elif record.is_stale(self.admission.next_version, self.admission.max_staleness):
             self._expire(slot)
@@ -127,6 +140,7 @@ class ReplayBuffer:
         if slot is not None and slot.record is None:
             self._give_back(slot)
             self.counts.groups_failed += 1
+            self._tell(Gone(ticket.seq, "failed", {"groups_failed": 1}))
 
     def release(self, version: int) -> None:
         """Every serving replica holds `version`: frees the slots of the batches up to it."""
@@ -175,6 +189,7 @@ class ReplayBuffer:
             self._give_back(self._slots[seq])
             self._straggled.add(seq)
             self.counts.groups_straggled += 1
+            self._tell(Gone(seq, "straggled", {"groups_straggled": 1}))
         return len(dropped)
 
     def state_dict(self) -> dict[str, Any]:
@@ -317,14 +332,17 @@ class ReplayBuffer:
             )
 
     def _expire(self, slot: Slot) -> None:
-        self._drop(slot)
+        self._drop(slot, "expired", groups_expired=1)
         self.counts.groups_expired += 1
 
-    def _drop(self, slot: Slot) -> None:
-        assert slot.record is not None
-        self._count_dropped(slot.record)
+    def _drop(self, slot: Slot, reason: str, **counts: int) -> None:
+        record = slot.record
+        assert record is not None
+        self._count_dropped(record)
         self._num_queued -= 1
         self._give_back(slot)
+        wasted = {"episodes_dropped": len(record.rewards), "tokens_wasted": record.num_tokens}
+        self._tell(Gone(slot.ticket.seq, reason, {**wasted, **counts}))
 
     def _count_dropped(self, record: Record) -> None:
         self.counts.episodes_dropped += len(record.rewards)

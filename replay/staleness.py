@@ -18,9 +18,11 @@ that do so may be taken, in any order. `replay/README.md` has the proof.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from forge.errors import ConfigError, StalenessError
+from replay.events import Partial
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,10 @@ class Ticket:
     seq: int
     version: int
     """No token of the group is older."""
+    prompt: Any = field(default=None, compare=False)
+    """What the group is to be made of, where the replay draws the prompts."""
+    begun: Mapping[int, Partial] = field(default_factory=dict, compare=False)
+    """The tokens that its unfinished episodes had before a crash, by the episode's place in the group."""
 
 
 class Admission:
