@@ -1,7 +1,8 @@
 """The LoRA adapters of one engine: a version comes in while it decodes, each request keeps the one it began with.
 
 No flip and no pause: requests that start from now on name the new adapter. An old one gives its place to a new one
-once the last request that uses it has ended; a version that finds all places taken waits for that.
+once the last request that uses it has ended; a version that finds all places taken waits for that. Which version lies
+in which of the engine's slots is known here alone; the workers fill slots.
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ from forge.errors import WeightSyncError
 from weightsync.adapters import AdapterRegistry, adapter_id, adapter_name, engine_rank
 from weightsync.offer import Offer
 
-_POLL_S = 0.001
-Rpc = Callable[..., Awaitable[list[Any]]]
-"""Calls a method of every worker, with positional arguments; the answers in order of ranks."""
+Stage = Callable[[Offer, int | None, str], Awaitable[float]]
+"""Has every worker bring an offered version in, an adapter into that slot; the text says what serves if that fails."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,10 @@ class LoraOptions:
 class EngineAdapters:
     """The adapters that an engine holds. All methods belong to the engine's event loop."""
 
-    def __init__(self, call: Rpc, capacity: int) -> None:
-        self._call = call
+    def __init__(self, stage: Stage, capacity: int) -> None:
+        self._stage = stage
         self._registry = AdapterRegistry(capacity)
-        self._begun = False  # an update whose adapter does not serve, or not yet
-        self._staged = -1  # the version of the last adapter that has come in
+        self._staged: tuple[int, int] | None = None  # version and slot of an adapter that is there and does not serve
         self._ended = asyncio.Event()
 
     @property
@@ -68,40 +67,30 @@ class EngineAdapters:
             self._registry.release(version)
             self._ended.set()
 
+    def request(self, version: int | None) -> Any:
+        """What tells vLLM to use the adapter of `version`, which `use` has given; None for the base model."""
+        if version is None:
+            return None
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(adapter_name(version), adapter_id(self._registry.slot(version)), "memory")
+
     async def stage(self, offer: Offer) -> float:
         """Brings an adapter in beside those that serve; returns the seconds that it took in the workers.
 
-        Waits while no place can be had. A version that is here already, as after a reconnect, is left as it is. Raises
+        Waits while no slot can be had. A version that is here already, as after a reconnect, is left as it is. Raises
         WeightSyncError when it cannot be brought in; the old ones serve on.
         """
         if offer.version in self.held:
             return 0.0
-        new = adapter_id(offer.version)
-        if self._begun:
-            await self._clear_away()
-        self._begun, self._staged = True, -1
-        while not self._registry.has_room:
+        self._staged = None  # its slot may be the one that is written to now
+        while (slot := self._registry.free_slot) is None:
             self._ended.clear()
-            if await self.free_unused():
-                continue
-            # Again after a moment too: the worker may not have seen yet that the last request has ended.
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ended.wait(), _POLL_S if self._registry.unused else None)
-        if problem := next(filter(None, await self._call("forge_adapter_stage", new, offer.plain())), ""):
-            raise WeightSyncError(problem)
-        while True:
-            states = await self._call("forge_adapter_activate", new)
-            if failed := next((s for s in states if s["state"] == "failed"), None):
-                newest = self._registry.newest
-                serving = "the base model" if newest is None else f"version {newest}"
-                raise WeightSyncError(
-                    f"adapter version {offer.version} could not be staged, {serving} goes on serving:\n"
-                    f"{failed['error']}"
-                )
-            if all(s["state"] == "active" for s in states):
-                self._staged = offer.version
-                return float(max(s["stage_s"] for s in states))
-            await asyncio.sleep(_POLL_S)
+            await self._ended.wait()
+        newest = self._registry.newest
+        seconds = await self._stage(offer, slot, "the base model" if newest is None else f"version {newest}")
+        self._staged = offer.version, slot
+        return seconds
 
     async def flip(self, version: int) -> float:
         """Requests that start from now on use the staged `version`; returns 0.0, for nothing stands still.
@@ -109,40 +98,10 @@ class EngineAdapters:
         Raises WeightSyncError when it has not been staged.
         """
         if version != self._registry.newest:
-            if version != self._staged:
+            if self._staged is None or self._staged[0] != version:
                 raise WeightSyncError(
                     f"adapter version {version} is not staged, the engine holds {self._registry.describe()}"
                 )
-            self._registry.add(version)
-        self._begun = False
+            self._registry.add(*self._staged)
+            self._staged = None
         return 0.0
-
-    async def free_unused(self) -> bool:
-        """Gives up the versions that nobody uses, as far as every worker has seen the end of their requests."""
-        ids = {adapter_id(version): version for version in self._registry.unused}
-        if not ids:
-            return False
-        gone = set.intersection(*(set(worker) for worker in await self._call("forge_adapter_free", list(ids))))
-        for adapter in gone:
-            self._registry.drop(ids[adapter])
-        return bool(gone)
-
-    async def _clear_away(self) -> None:
-        """The last update was given up: its adapter is still on its way, up to its own deadline, or here for nobody."""
-        while True:
-            if all(await self._call("forge_adapter_arrived")):
-                break
-            await asyncio.sleep(_POLL_S)
-        here = {adapter for worker in await self._call("forge_adapters") for adapter in worker}
-        strays = here - {adapter_id(version) for version in self._registry.held}
-        if strays:
-            await self._call("forge_adapter_free", sorted(strays))
-
-
-def lora_request(version: int | None) -> Any:
-    """What tells vLLM to use an adapter that a worker holds already; None for the base model."""
-    if version is None:
-        return None
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest(adapter_name(version), adapter_id(version), "memory")

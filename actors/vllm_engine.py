@@ -17,12 +17,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from actors.vllm_adapters import EngineAdapters, LoraOptions, lora_request
+from actors.vllm_adapters import EngineAdapters, LoraOptions
 from forge.child import scratch_folder
 from forge.errors import ConfigError, WeightSyncError
 from weightsync.config import KvMode
 from weightsync.layout import Box
 from weightsync.offer import Endpoint, Offer
+from weightsync.worker.door import Doors
 
 _POLL_S = 0.005
 _HEALTH_S = 1.0
@@ -90,6 +91,7 @@ class VllmEngine:
         self._config = config
         self._ids = itertools.count()
         self._engine: Any = None
+        self._doors: Doors | None = None
         self._version = 0
         self._running: dict[str, str] = {}
         self._interrupted: set[str] = set()
@@ -147,8 +149,9 @@ class VllmEngine:
         )
         self._engine = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
         self.why_no_shadow = (await self._call("forge_start", c.shadow and c.lora is None))[0]
+        self._doors = await Doors.open(await self._call("forge_door"))
         if c.lora:
-            self.adapters = EngineAdapters(self._call, c.lora.adapters)
+            self.adapters = EngineAdapters(self._stage, c.lora.adapters)
         await self._engine.update_weight_version("0")
 
     async def _call(self, method: str, *arguments: Any) -> list[Any]:
@@ -156,14 +159,21 @@ class VllmEngine:
         return await self._answer(self._engine.collective_rpc(method, args=arguments), method)
 
     async def _answer(self, call: Awaitable[T], what: str) -> T:
-        """The engine's answer. It never comes from an engine that has died, which its own calls do not notice."""
+        """The engine's answer, or WeightSyncError saying that `what` failed."""
+        try:
+            return await self._unless_dead(call)
+        except Exception as error:
+            if self._engine.errored:
+                raise
+            raise WeightSyncError(f"{what} failed in the engine: {error}") from error
+
+    async def _unless_dead(self, call: Awaitable[T]) -> T:
+        """An answer that never comes from an engine that has died, which its own calls do not notice."""
         answer = asyncio.ensure_future(call)
         try:
             while not (await asyncio.wait([answer], timeout=_HEALTH_S))[0]:
                 if self._engine.errored:
                     raise self._engine.dead_error
-            if isinstance(error := answer.exception(), Exception) and not self._engine.errored:
-                raise WeightSyncError(f"{what} failed in the engine: {error}") from error
             return answer.result()
         finally:
             answer.cancel()
@@ -235,7 +245,7 @@ class VllmEngine:
         final = None
         try:
             with self.adapters.use() if self.adapters else contextlib.nullcontext() as adapter:
-                lora = lora_request(adapter)
+                lora = self.adapters.request(adapter) if self.adapters else None
                 async for output in self._engine.generate(request, parameters, running, lora_request=lora):
                     final = output
         finally:
@@ -275,18 +285,20 @@ class VllmEngine:
         """
         if self.adapters:
             return await self.adapters.stage(offer)
-        await self._call("forge_stage", offer.plain())
-        while True:
-            await asyncio.sleep(_POLL_S)
-            states = await self._call("forge_staged")
-            failed = next((s for s in states if s["state"] == "failed"), None)
-            if failed is not None:
-                raise WeightSyncError(
-                    f"version {offer.version} could not be staged, version {self._version} goes on serving:\n"
-                    f"{failed['error']}"
-                )
-            if all(s["state"] == "ready" for s in states):
-                return max(s["stage_s"] for s in states)
+        return await self._stage(offer, None, f"version {self._version}")
+
+    async def _stage(self, offer: Offer, slot: int | None, serving: str) -> float:
+        """Has every worker bring the offered version in, by its side door; returns the seconds of the slowest.
+
+        `slot` is where an adapter goes. Decode steps neither wait for this nor are waited for.
+        """
+        assert self._doors is not None, "start comes first"
+        try:
+            return float(max(await self._unless_dead(self._doors.ask({"offer": offer.plain(), "slot": slot}))))
+        except WeightSyncError as error:
+            raise WeightSyncError(
+                f"version {offer.version} could not be staged, {serving} goes on serving:\n{error}"
+            ) from error
 
     async def flip(self, version: int) -> float:
         """Makes the staged `version` live between two decode steps; returns the seconds nothing decoded.
@@ -302,9 +314,11 @@ class VllmEngine:
                 # Requests built from here on reach the engine after the flip: they may share the new prefix cache.
                 self._version = version
                 pause_s = await self._make_live(version)
-            except BaseException as error:
+            except asyncio.CancelledError:
+                self._version, self._unsure = old, True
+                raise
+            except Exception as error:
                 self._version = old
-                self._unsure = self._unsure or isinstance(error, asyncio.CancelledError)
                 why = self._broken or f"version {version} could not be made live, {old} goes on:\n{error}"
                 raise WeightSyncError(why) from error
         self._unsure = False

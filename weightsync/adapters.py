@@ -156,21 +156,27 @@ def engine_rank(rank: int) -> int:
     return next(r for r in ENGINE_RANKS if r >= rank)
 
 
-def adapter_id(version: int) -> int:
-    """The engine's id of the adapter of `version`: from 1 on, and never used again for anything else."""
-    return version + 1
+def adapter_id(slot: int) -> int:
+    """The engine's id of whichever adapter is in `slot`: from 1 on, 0 stands for none."""
+    return slot + 1
 
 
 def adapter_name(version: int) -> str:
-    """The engine's name of it, part of the key of its prefix cache."""
+    """The engine's name of the adapter of `version`, part of the key of its prefix cache; never used again."""
     return f"adapter-v{version}"
 
 
-class AdapterRegistry:
-    """Which versions an engine holds, and how many running requests use each. One per engine, no locks.
+@dataclass
+class _Held:
+    slot: int
+    running: int = 0
 
-    `capacity` versions fit. New requests get the newest. A version may go when it is not the newest and nobody uses
-    it; nothing goes by itself, so that the registry never says less than the engine holds.
+
+class AdapterRegistry:
+    """Which versions an engine holds, in which slots, and how many running requests use each. One per engine, no locks.
+
+    There are `capacity` slots, numbered from 0. New requests get the newest version. A version is given up, and its
+    slot is free, once it is not the newest and nobody uses it.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -179,62 +185,64 @@ class AdapterRegistry:
                 f"an engine must hold 2 adapters or more, one that serves and one to come, got {capacity}"
             )
         self._capacity = capacity
-        self._running: dict[int, int] = {}
+        self._held: dict[int, _Held] = {}
 
     @property
     def newest(self) -> int | None:
         """The version that new requests get; None while no adapter has come: they run on the base model."""
-        return max(self._running, default=None)
+        return max(self._held, default=None)
 
     @property
     def held(self) -> dict[int, int]:
         """The versions in the engine, oldest first, and the number of running requests of each."""
-        return dict(sorted(self._running.items()))
+        return {version: held.running for version, held in sorted(self._held.items())}
+
+    def slot(self, version: int) -> int:
+        """Where a version lies that is held."""
+        return self._held[version].slot
 
     @property
-    def has_room(self) -> bool:
-        return len(self._running) < self._capacity
+    def free_slot(self) -> int | None:
+        """A slot that the next version may be written into; None while all are in use."""
+        taken = {held.slot for held in self._held.values()}
+        return next((slot for slot in range(self._capacity) if slot not in taken), None)
 
-    def add(self, version: int) -> None:
-        """`version` serves from now on. Raises WeightSyncError when it is no newer than the newest, or does not fit."""
+    def add(self, version: int, slot: int) -> None:
+        """`version`, in `slot`, serves from now on. Raises WeightSyncError when it is no newer than the newest, or the
+        slot is in use.
+        """
         newest = self.newest
         if newest is not None and version <= newest:
             raise WeightSyncError(f"adapter version {version} came after {newest}; versions only grow")
-        if not self.has_room:
+        if any(held.slot == slot for held in self._held.values()):
             raise WeightSyncError(
-                f"adapter version {version} does not fit: the engine holds {self._capacity} ({self.describe()}); "
-                "wait until the requests of an old one have ended, or hold more adapters"
+                f"adapter version {version} does not fit into slot {slot}, which is in use: the engine holds "
+                f"{self._capacity} at most ({self.describe()})"
             )
-        self._running[version] = 0
+        self._held[version] = _Held(slot)
+        if newest is not None:
+            self._forget_unused(newest)
 
     def acquire(self) -> int | None:
         """Counts one more request of the newest version and returns that; None, and no count, on the base model."""
         version = self.newest
         if version is not None:
-            self._running[version] += 1
+            self._held[version].running += 1
         return version
 
-    def release(self, version: int | None) -> bool:
-        """One request of `version` (from `acquire`) has ended; True when the version may go now."""
+    def release(self, version: int | None) -> None:
+        """One request of `version` (from `acquire`) has ended."""
         if version is None:
-            return False
-        running = self._running.get(version, 0)
-        if running < 1:
+            return
+        held = self._held.get(version)
+        if held is None or held.running < 1:
             raise WeightSyncError(f"a request of adapter version {version} ended that was not counted as running")
-        self._running[version] = running - 1
-        return version in self.unused
+        held.running -= 1
+        self._forget_unused(version)
 
-    @property
-    def unused(self) -> list[int]:
-        """The versions that may go, oldest first."""
-        newest = self.newest
-        return [version for version, running in sorted(self._running.items()) if not running and version != newest]
-
-    def drop(self, version: int) -> None:
-        """The engine has given `version` up. Raises WeightSyncError when it may not go."""
-        if version not in self.unused:
-            raise WeightSyncError(f"adapter version {version} may not be freed: the engine holds {self.describe()}")
-        del self._running[version]
+    def _forget_unused(self, version: int) -> None:
+        if version != self.newest and not self._held[version].running:
+            del self._held[version]
 
     def describe(self) -> str:
         """Text for errors: every version held and its running requests."""

@@ -111,7 +111,7 @@ class FleetGenerator(GeneratorActor):
     async def steps(self, count: int) -> None:
         """Returns after `count` decode steps at least: between two of them the engine answers one call at most."""
         for _ in range(count + 1):
-            await self._generator._engine._engine.collective_rpc("forge_staged")
+            await self._generator._engine._engine.collective_rpc("check_health")
 
     @concurrent_endpoint
     async def why_no_shadow(self) -> str:

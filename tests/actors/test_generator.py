@@ -118,7 +118,7 @@ class Live:
     async def steps(self, count: int) -> None:
         """Returns after `count` decode steps at least: between two of them the engine answers one call at most."""
         for _ in range(count + 1):
-            await self.engine._engine.collective_rpc("forge_staged")
+            await self.engine._engine.collective_rpc("check_health")
 
     async def until(self, condition: Callable[[], bool]) -> None:
         while not condition():

@@ -1,4 +1,4 @@
-"""Which tensors are an adapter, under which names, and which versions of it an engine may give up."""
+"""Which tensors are an adapter, under which names, and which versions of it an engine holds."""
 
 from __future__ import annotations
 
@@ -158,76 +158,77 @@ def test_a_rank_that_no_engine_holds_is_refused(rank: int) -> None:
 
 
 @given(st.sets(st.integers(0, 10**6), min_size=2, max_size=20))
-def test_every_version_has_an_id_and_a_name_of_its_own(versions: set[int]) -> None:
-    assert len({adapter_id(v) for v in versions}) == len({adapter_name(v) for v in versions}) == len(versions)
-    assert min(adapter_id(v) for v in versions) > 0, "vLLM's id 0 means no adapter"
+def test_every_version_has_a_name_and_every_slot_an_id_of_its_own(numbers: set[int]) -> None:
+    assert len({adapter_name(v) for v in numbers}) == len({adapter_id(slot) for slot in numbers}) == len(numbers)
+    assert min(adapter_id(slot) for slot in numbers) > 0, "vLLM's id 0 means no adapter"
 
 
 # ---- which versions an engine holds ---------------------------------------------------------------
 
 
+def put(registry: AdapterRegistry, version: int) -> None:
+    """What an update does, into the slot that is free."""
+    slot = registry.free_slot
+    assert slot is not None
+    registry.add(version, slot)
+
+
 def test_requests_run_on_the_base_model_until_an_adapter_comes() -> None:
     registry = AdapterRegistry(2)
     assert registry.acquire() is None
-    registry.add(3)
+    registry.add(3, 1)
     assert registry.acquire() == 3
-    assert not registry.release(None)
+    registry.release(None)
     assert registry.held == {3: 1}
+    assert (registry.slot(3), registry.free_slot) == (1, 0)
 
 
-def test_a_version_may_go_when_a_newer_one_serves_and_its_last_request_has_ended() -> None:
+def test_a_version_goes_when_a_newer_one_serves_and_its_last_request_has_ended() -> None:
     registry = AdapterRegistry(3)
-    registry.add(1)
+    put(registry, 1)
     first, second = registry.acquire(), registry.acquire()
-    registry.add(2)
-    assert registry.unused == []
-    assert not registry.release(first)
-    assert registry.release(second)
-    assert registry.unused == [1]
-    registry.drop(1)
+    put(registry, 2)
+    registry.release(first)
+    assert registry.held == {1: 1, 2: 0}
+    registry.release(second)
     assert registry.held == {2: 0}
+    assert registry.free_slot == 0
 
 
-def test_the_newest_version_stays_even_when_nobody_uses_it() -> None:
+def test_a_version_that_nobody_used_goes_when_a_newer_one_serves() -> None:
     registry = AdapterRegistry(2)
-    registry.add(1)
-    assert registry.unused == []
-    with pytest.raises(WeightSyncError, match=r"version 1 may not be freed: the engine holds v1: 0 running"):
-        registry.drop(1)
+    put(registry, 1)
+    assert registry.held == {1: 0}, "the newest stays"
+    put(registry, 2)
+    assert registry.held == {2: 0}
+    assert registry.slot(2) == 1, "requests may have begun under the old one until the new one served"
 
 
-def test_a_version_in_use_may_not_be_dropped() -> None:
+def test_a_slot_in_use_is_not_free_and_takes_no_further_version() -> None:
     registry = AdapterRegistry(2)
-    registry.add(1)
+    put(registry, 1)
     registry.acquire()
-    registry.add(2)
-    with pytest.raises(WeightSyncError, match=r"version 1 may not be freed: .*v1: 1 running, v2: 0 running"):
-        registry.drop(1)
-
-
-def test_a_full_engine_takes_no_further_version() -> None:
-    registry = AdapterRegistry(2)
-    registry.add(1)
-    registry.acquire()
-    registry.add(2)
-    assert not registry.has_room
-    with pytest.raises(WeightSyncError, match=r"version 3 does not fit: the engine holds 2 \(v1: 1 running"):
-        registry.add(3)
+    put(registry, 2)
+    assert registry.free_slot is None
+    for slot in range(2):
+        with pytest.raises(WeightSyncError, match=rf"version 3 does not fit into slot {slot}.*v1: 1 running, v2: 0"):
+            registry.add(3, slot)
 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_versions_only_grow(version: int) -> None:
     registry = AdapterRegistry(3)
-    registry.add(2)
+    registry.add(2, 0)
     with pytest.raises(WeightSyncError, match=f"version {version} came after 2"):
-        registry.add(version)
+        registry.add(version, 1)
 
 
 def test_an_end_that_nobody_began_is_an_error() -> None:
     registry = AdapterRegistry(2)
-    registry.add(1)
-    with pytest.raises(WeightSyncError, match="version 1 ended that was not counted"):
-        registry.release(1)
+    put(registry, 1)
+    for version in (1, 7):
+        with pytest.raises(WeightSyncError, match=f"version {version} ended that was not counted"):
+            registry.release(version)
 
 
 def test_one_adapter_alone_could_never_be_replaced() -> None:
@@ -235,22 +236,22 @@ def test_one_adapter_alone_could_never_be_replaced() -> None:
         AdapterRegistry(1)
 
 
-@given(st.lists(st.integers(0, 3), max_size=200), st.integers(2, 4))
-def test_whatever_happens_nothing_in_use_goes_and_no_more_than_fits_is_held(events: list[int], capacity: int) -> None:
+@given(st.lists(st.integers(0, 2), max_size=200), st.integers(2, 4))
+def test_whatever_happens_nothing_in_use_goes_and_no_two_versions_share_a_slot(
+    events: list[int], capacity: int
+) -> None:
     registry, running, version = AdapterRegistry(capacity), list[int](), 0
     for event in events:
-        if event == 0 and registry.has_room:
+        if event == 0 and (slot := registry.free_slot) is not None:
             version += 1
-            registry.add(version)
+            registry.add(version, slot)
         elif event == 1 and (taken := registry.acquire()) is not None:
             assert taken == version
             running.append(taken)
         elif event == 2 and running:
-            ended = running.pop(len(running) // 2)
-            assert registry.release(ended) == (ended not in running and ended != version)
-        elif event == 3:
-            for unused in registry.unused:
-                registry.drop(unused)
-        assert set(running) <= set(registry.held)
-        assert len(registry.held) <= capacity
-        assert {v: n for v, n in registry.held.items() if n} == {v: running.count(v) for v in set(running)}
+            registry.release(running.pop(len(running) // 2))
+        assert registry.held == {v: running.count(v) for v in {*running, version} if v}
+        slots = [registry.slot(v) for v in registry.held]
+        assert len(set(slots)) == len(slots) <= capacity
+        assert registry.free_slot not in slots
+        assert (registry.free_slot is None) == (len(slots) == capacity)

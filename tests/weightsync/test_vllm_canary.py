@@ -178,14 +178,25 @@ def test_the_lora_manager_keeps_its_slots_and_its_adapters_where_we_write_them()
     manager = found["LoRAModelManager"]
     held = {"lora_index_to_id", "_registered_adapters", "_active_adapters", "packed_modules", "modules", "lora_config"}
     assert {*held, "model"} <= attributes_set_on(methods(manager)["__init__"])
-    assert {"lora_slots", "list_adapters", "remove_adapter"} <= methods(manager).keys()
-    # What frees a slot, and what makes the next step look at the slots anew.
-    assert "self.lora_index_to_id[index] = None" in ast.unparse(methods(manager)["_deactivate_adapter"])
+    assert {"lora_slots", "list_adapters"} <= methods(manager).keys()
+    # What makes the next step look at the slots anew.
     assert "self.lora_index_to_id" in ast.unparse(methods(manager)["set_adapter_mapping"])
     # An adapter that is active already is not written into another slot.
     first = methods(manager)["activate_adapter"].body[1]
     assert ast.unparse(first) == "if lora_id in self._active_adapters:\n    return False"
     assert "pin" in methods(classes(source("utils/cache.py"))["LRUCache"])
+
+
+def test_the_prefix_cache_goes_by_the_name_of_an_adapter_and_not_by_its_id() -> None:
+    body = function(source("v1/core/kv_cache_utils.py"), "_gen_lora_extra_hash_keys")
+    assert "lora_request.lora_name" in ast.unparse(body)
+    assert "lora_int_id" not in ast.unparse(body)
+
+
+def test_tokens_of_a_request_that_was_aborted_go_nowhere() -> None:
+    processor = methods(classes(source("v1/engine/output_processor.py"))["OutputProcessor"])
+    assert "self.request_states.pop(request_id, None)" in ast.unparse(processor["abort_requests"])
+    assert "if req_state is None:\n            continue" in ast.unparse(processor["process_outputs"])
 
 
 def test_a_worker_loads_an_adapter_only_where_it_does_not_know_its_id() -> None:
@@ -226,15 +237,6 @@ def test_a_linear_layer_says_its_whole_sizes() -> None:
     assert {"input_size", "output_size"} <= attributes_set_on(linear["LinearBase"])
     assert "output_sizes" in attributes_set_on(linear["MergedColumnParallelLinear"])
     assert {"total_num_heads", "total_num_kv_heads", "head_size"} <= attributes_set_on(linear["QKVParallelLinear"])
-
-
-def test_a_model_runner_knows_the_adapter_of_every_request() -> None:
-    assert "requests" in attributes_set_on(source("v1/worker/gpu_model_runner.py"))
-    assert "lora_request" in fields(classes(source("v1/worker/gpu_input_batch.py"))["CachedRequestState"])
-    second = source("v1/worker/gpu/model_runner.py")
-    assert "lora_state" in attributes_set_on(second)
-    assert "requests" not in attributes_set_on(second)
-    assert "lora_requests" in attributes_set_on(classes(source("v1/worker/gpu/lora_utils.py"))["LoraState"])
 
 
 def test_adapters_and_their_requests_are_made_as_we_make_them() -> None:

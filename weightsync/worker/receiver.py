@@ -1,10 +1,10 @@
 """The generator's side, inside vLLM's worker: stage a version beside the live one, then flip to it.
 
-A thread pulls the bytes (`inbox.py`) and loads them into the shadow model (`shadow.py`) while decoding goes on. The
-flip exchanges the two between two forward passes, so a version that failed half-way never touched the live weights.
-Where there is no shadow, by option or because the model keeps weights where an exchange would not find them,
-the thread pulls only, and vLLM's weight-transfer interface loads them while decoding is paused
-(`weightsync.worker.transfer_engine`).
+A version is asked for at the side door (`door.py`). A thread of that pulls the bytes (`inbox.py`) and loads them into
+the shadow model (`shadow.py`), an adapter into a free slot (`adapters.py`), while decoding goes on. The flip exchanges
+the two models between two forward passes, so a version that failed half-way never touched the live weights. Where there
+is no shadow, by option or because the model keeps weights where an exchange would not find them, the thread pulls only,
+and vLLM's weight-transfer interface loads them while decoding is paused (`weightsync.worker.transfer_engine`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import contextlib
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -25,6 +23,7 @@ from forge.child import die_with_parent
 from weightsync.offer import Endpoint, Offer
 from weightsync.plan import ModulePart, needed, unpaired_names
 from weightsync.worker.adapters import AdapterReceiver
+from weightsync.worker.door import WorkerDoor
 from weightsync.worker.inbox import Inbox
 from weightsync.worker.modules import module_parts
 from weightsync.worker.shadow import Shadow
@@ -33,11 +32,11 @@ from weightsync.worker.shadow import Shadow
 with contextlib.suppress(ValueError):  # registered already
     WeightTransferEngineFactory.register_engine("forge", "weightsync.worker.transfer_engine", "ForgeTransferEngine")
 
-IDLE: dict[str, Any] = {"state": "idle", "version": -1, "error": "", "stage_s": 0.0}
+NOTHING = -1
 
 
 class WeightReceiver(AdapterReceiver):
-    """vLLM worker extension (`worker_extension_cls`); every method is called by `collective_rpc`.
+    """vLLM worker extension (`worker_extension_cls`); `collective_rpc` calls public methods, in the engine's thread.
 
     Arguments and results are msgpack-plain: text, numbers, lists, dicts.
     """
@@ -55,8 +54,9 @@ class WeightReceiver(AdapterReceiver):
         Returns why there is no shadow, or "" where there is one.
         """
         die_with_parent()
-        self._forge_stage = IDLE
-        self._forge_thread: threading.Thread | None = None
+        self._forge_staged = NOTHING  # the version that a flip would make live
+        # Held for as long as one of the two threads decides what the shadow is for: a flip, or the next version.
+        self._forge_turn = threading.Lock()
         self._forge_inbox: Inbox | None = None
         self._forge_shadow: Shadow | None = None
         if not shadow:
@@ -66,6 +66,11 @@ class WeightReceiver(AdapterReceiver):
             return why
         self._forge_shadow = candidate
         return ""
+
+    def forge_door(self) -> str:
+        """Opens the side door, where versions are asked for; returns its address. Once."""
+        self._forge_side_door = WorkerDoor(self._forge_stage, self._forge_overtake)
+        return self._forge_side_door.address
 
     def forge_connect(self, endpoint: dict[str, Any], peer: str) -> dict[str, Any]:
         """Reaches for the trainer's ranks. `problem` is what is wrong with their names, or "" when all pair up;
@@ -105,37 +110,30 @@ class WeightReceiver(AdapterReceiver):
             "trainer and generator must load the same architecture"
         )
 
-    def forge_stage(self, offer: dict[str, Any]) -> None:
-        """Starts to pull the offered version, and to load it into the shadow; returns at once."""
-        inbox, previous = self._forge_inbox, self._forge_thread
-        assert inbox is not None, "connect comes before stage"
-        if previous is not None and previous.is_alive():
-            inbox.interrupt(offer["epoch"])  # nobody waits for what it receives any more
-        stage = self._forge_stage = {**IDLE, "state": "staging", "version": offer["version"]}
-        run = threading.Thread(target=self._forge_run, args=(inbox, Offer(**offer), stage, previous), daemon=True)
-        run.start()
-        self._forge_thread = run
+    def _forge_overtake(self, request: dict[str, Any]) -> None:
+        """In the side door's thread: ends a transfer that nobody waits for any more."""
+        if self._forge_inbox is not None:
+            self._forge_inbox.interrupt(request["offer"]["epoch"])
 
-    def forge_staged(self) -> dict[str, Any]:
-        """`state` is "staging", "ready" or "failed" (with `error`)."""
-        return dict(self._forge_stage)
-
-    def _forge_run(self, inbox: Inbox, offer: Offer, stage: dict[str, Any], previous: threading.Thread | None) -> None:
-        if previous is not None:
-            previous.join()
+    def _forge_stage(self, request: dict[str, Any]) -> float:
+        """In the staging thread: brings the version of `request["offer"]` into the shadow, or an adapter into slot
+        `request["slot"]`; returns its seconds.
+        """
         begin = time.perf_counter()
-        try:
-            inbox.receive(offer)
-            if self._forge_shadow is not None:
-                self._forge_shadow.load(inbox.weights())
-                if torch.cuda.is_available():
-                    torch.cuda.synchronize()  # copies to the device may still be under way
-            inbox.confirm(offer)
-            stage["stage_s"] = time.perf_counter() - begin
-            stage["state"] = "ready"
-        except BaseException:
-            stage["error"] = traceback.format_exc()
-            stage["state"] = "failed"
+        inbox, offer, slot = self._forge_inbox, Offer(**request["offer"]), request["slot"]
+        assert inbox is not None, "connect comes before stage"
+        with self._forge_turn:
+            self._forge_staged = NOTHING  # a flip that comes late finds the shadow taken
+        inbox.receive(offer)
+        if slot is not None:
+            self._forge_slots.fill(slot, dict(inbox.weights()))
+        elif self._forge_shadow is not None:
+            self._forge_shadow.load(inbox.weights())
+        if torch.cuda.is_available():
+            torch.cuda.synchronize(self.device)  # copies to it may still be under way
+        inbox.confirm(offer)
+        self._forge_staged = offer.version
+        return time.perf_counter() - begin
 
     def forge_flip(self, version: int) -> dict[str, Any]:
         """Makes the staged `version` live between two forward passes.
@@ -144,34 +142,27 @@ class WeightReceiver(AdapterReceiver):
         this worker is a process of its own (tensor parallelism) it cannot reach the label: the caller has to.
         """
         begin = time.perf_counter()
-        self._forge_check_staged(version)
-        assert self._forge_shadow is not None, "without a shadow there is nothing to flip to"
-        if next(self._forge_shadow.model.parameters()).is_cuda:
-            self._forge_shadow.copy_in_place()
-        else:
-            self._forge_shadow.exchange()
-        self._forge_stage = {**IDLE, "version": version}
+        with self._forge_turn:
+            self._forge_take_staged(version)
+            assert self._forge_shadow is not None, "without a shadow there is nothing to flip to"
+            if next(self._forge_shadow.model.parameters()).is_cuda:
+                self._forge_shadow.copy_in_place()
+            else:
+                self._forge_shadow.exchange()
         return {"pause_s": time.perf_counter() - begin, "labelled": _label_tokens(str(version))}
 
     def _forge_weights(self, version: int) -> Any:
         """The staged version's weights, for vLLM's weight-transfer interface."""
-        self._forge_check_staged(version)
+        self._forge_take_staged(version)
         assert self._forge_inbox is not None
-        self._forge_stage = {**IDLE, "version": version}
         return self._forge_inbox.weights()
 
-    @contextlib.contextmanager
-    def _forge_adapter_arrival(self, offer: dict[str, Any]) -> Iterator[dict[str, torch.Tensor]]:
-        inbox, arriving = self._forge_inbox, Offer(**offer)
-        assert inbox is not None, "connect comes before stage"
-        inbox.receive(arriving)
-        yield dict(inbox.weights())
-        inbox.confirm(arriving)
-
-    def _forge_check_staged(self, version: int) -> None:
-        stage = self._forge_stage
-        if stage["state"] != "ready" or stage["version"] != version:
-            raise RuntimeError(f"version {version} is not staged: {stage}")
+    def _forge_take_staged(self, version: int) -> None:
+        staged = self._forge_staged
+        if staged != version:
+            held = "nothing is" if staged == NOTHING else f"version {staged} is"
+            raise RuntimeError(f"version {version} is not staged, {held}")
+        self._forge_staged = NOTHING
 
 
 def _label_tokens(version: str) -> bool:
