@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ from weightsync.publisher import Publisher, combine
 from weightsync.sync import Applied, WeightSync
 
 PROMPT = [33, 50, 27, 7, 8, 9, 10, 20]
+LONG_PROMPT = [7 + (5 * i) % 90 for i in range(280)]  # two blocks of the prefix cache and a bit
 MAX_LEN = 400
 GREEDY = Sampling(temperature=0.0)
 KV_MODES: list[KvMode] = ["keep", "recompute", "drain", "abort"]
@@ -330,6 +332,64 @@ def test_a_flip_that_takes_too_long_leaves_nothing_paused(live: Live, kv: KvMode
 
     live.run(scenario())
     live.check(0, live.run(live.ask(1, 12))[0])
+
+
+LATE_S = 5.0
+
+
+def late_flips(worker: Any) -> None:
+    """Runs in the worker: a flip takes longer than the test below waits for one."""
+    from weightsync.worker import receiver
+
+    flip = receiver.WeightReceiver.forge_flip
+
+    def late(self: Any, version: int) -> Any:
+        time.sleep(LATE_S)
+        receiver.WeightReceiver.forge_flip = flip  # type: ignore[method-assign]
+        return flip(self, version)
+
+    receiver.WeightReceiver.forge_flip = late  # type: ignore[method-assign]
+
+
+def test_requests_around_a_flip_that_lands_late_read_nothing_that_older_weights_left_in_the_cache(live: Live) -> None:
+    async def long_one() -> Completion:
+        return await live.engine.generate(LONG_PROMPT, GREEDY, max_tokens=12, seed=0, stop_ids=[])
+
+    async def scenario() -> tuple[Completion, list[Completion]]:
+        async with live.syncing() as syncing:
+            await syncing.update()
+            old = await long_one()
+        live.perturb(7)
+        await live.engine._engine.collective_rpc(late_flips)
+        async with live.syncing(max_failures=1, deadline_s=0.6 * LATE_S) as syncing:
+            with pytest.raises(WeightSyncError, match="to flip to version"):
+                await syncing.update()
+            live.version = syncing.sync.published_version
+            before = asyncio.ensure_future(long_one())  # the engine is still in the flip
+            await asyncio.sleep(0.1)
+            assert not before.done()
+            return old, [await before, await long_one(), await long_one()]
+
+    def check(completion: Completion) -> None:
+        tokens = torch.tensor([[*LONG_PROMPT, *completion.token_ids]])
+        with torch.no_grad():
+            logits = live.hf(tokens).logits[0, len(LONG_PROMPT) - 1 : -1]
+        expected = torch.log_softmax(logits, -1).gather(1, tokens[0, len(LONG_PROMPT) :, None])[:, 0]
+        torch.testing.assert_close(expected, torch.tensor(completion.logprobs), atol=1e-4, rtol=0)
+        assert set(completion.versions) == {live.version}
+
+    old, around = live.run(scenario())
+    for completion in around:
+        check(completion)
+    assert set(old.versions) == {live.version - 1}
+
+    async def next_one() -> Completion:
+        async with live.syncing() as syncing:
+            live.perturb(8)
+            await syncing.update()
+        return await long_one()
+
+    check(live.run(next_one()))
 
 
 @pytest.mark.soak
