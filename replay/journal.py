@@ -86,6 +86,15 @@ class Journal:
         self._thread.start()
 
     @property
+    def incarnation(self) -> int:
+        """What the segments from the next `rotate` on are marked with."""
+        return self._writer.incarnation
+
+    @incarnation.setter
+    def incarnation(self, incarnation: int) -> None:
+        self._writer.incarnation = incarnation
+
+    @property
     def lag_s(self) -> float:
         """Age of the oldest event that is not on the disk; 0 when all are."""
         return self._writer.lag_s

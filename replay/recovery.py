@@ -16,6 +16,7 @@ Pure but for reading files: nothing in the folder is changed. Take the Journal f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -117,7 +118,7 @@ class Story:
     def state(self) -> ReplayState:
         """The state now."""
         entries = {
-            seq: replace(entry, partials=_join(entry, self._parts[seq])) if seq in self._parts else entry
+            seq: replace(entry, partials=join(entry, self._parts[seq])) if seq in self._parts else entry
             for seq, entry in self._entries.items()
         }
         again = [self._trained[version] for version in sorted(self._trained)]
@@ -218,7 +219,7 @@ def _check_run(path: Path, found: str, wanted: str | None) -> None:
         raise JournalError(f"{path} belongs to the run {found}, not to {wanted}; give that run's own folder")
 
 
-def _join(entry: Entry, parts: dict[int, list[Tokens]]) -> dict[int, Partial]:
+def join(entry: Entry, parts: Mapping[int, list[Tokens]]) -> dict[int, Partial]:
     """The partials of an entry, continued by the tokens that were reported since."""
     joined = dict(entry.partials)
     for episode, events in parts.items():
