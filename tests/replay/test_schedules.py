@@ -1,14 +1,20 @@
-"""Every schedule of reserve, add, fail, sample and release: no deadlock, never above the bound.
+"""Every schedule of reserve, add, fail, sample, release and straggler drops: no deadlock, never above the bound.
 
-Small cases are explored exhaustively, larger ones by hypothesis. Both run the real ReplayBuffer beside
-a model of a few lines that keeps its own books.
+Small cases are explored exhaustively, and against every policy at once: wherever a batch may be taken, each set of
+groups is tried as the preferred one. Longer schedules come from hypothesis, with jumps of the version, producers
+that lie about versions, and saves. All run the real ReplayBuffer beside a model that keeps its own books.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
+import pickle
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,212 +22,415 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from replay.buffer import ReplayBuffer
+from replay.policies import POLICIES, View
 from replay.staleness import Admission, Ticket
 from replay.storage import Record
 
 NOTHING = TensorDict({}, batch_size=[])
-GRID = list(itertools.product(range(4), range(1, 4)))
 
 
-def record(oldest: int, *, newest: int | None = None, degenerate: bool = False) -> Record:
+def record(oldest: int, *, newest: int | None = None, degenerate: bool = False, magnitude: float = 0.0) -> Record:
     rewards = [1.0, 1.0] if degenerate else [0.0, 1.0]
     newest = oldest if newest is None else newest
-    return Record(NOTHING, [oldest, newest], newest, 4, rewards, degenerate, [4, 4], 0.0, 0)
+    return Record(NOTHING, [oldest, newest], newest, 4, rewards, degenerate, [4, 4], magnitude, 0)
+
+
+def newest_first(view: View) -> Iterable[int]:
+    """Against the order, running ones included."""
+    return reversed(list(view.groups))
+
+
+def running_first(view: View) -> Iterable[int]:
+    """Waits wherever it can."""
+    return [seq for seq, slot in view.groups.items() if slot.record is None]
+
+
+def fickle(view: View, rng: random.Random = random.Random(0)) -> Iterable[int]:  # noqa: B008
+    """Another order whenever it is asked."""
+    return rng.sample(list(view.groups), len(view.groups))
+
+
+def silent(_view: View) -> Iterable[int]:
+    """Names nothing."""
+    return []
+
+
+def preferring(wanted: Iterable[int], view: View) -> Iterable[int]:
+    """The groups of `wanted` first."""
+    return [seq for seq in wanted if seq in view.groups]
+
+
+Options = dict[str, Any]
+STRICT: Options = {"policy": POLICIES["fifo"], "window": 0.0}
+CHOICES: dict[str, Options] = {
+    "strict fifo": STRICT,
+    "half a window": {"policy": POLICIES["fifo"], "window": 0.5},
+    **{name: {"policy": policy} for name, policy in POLICIES.items()},
+    **{policy.__name__: {"policy": policy} for policy in (newest_first, running_first, fickle, silent)},
+    "uniform, two uses": {"policy": POLICIES["uniform"], "max_uses": 2},
+    "fifo, three uses": {"policy": POLICIES["fifo"], "max_uses": 3},
+    "newest_first, two uses": {"policy": newest_first, "max_uses": 2},
+}
+
+
+@dataclass
+class Book:
+    """What the model knows of a group that holds a slot."""
+
+    ticket: Ticket
+    oldest: int | None = None
+    """None while it runs."""
+
+    @property
+    def version(self) -> int:
+        return self.ticket.version if self.oldest is None else self.oldest
 
 
 @dataclass
 class World:
-    """The buffer under test, and the model: which tickets run, which records are queued, what was trained."""
+    """The buffer under test, and the model."""
 
     max_staleness: int
     groups_per_step: int
+    options: Options = field(default_factory=dict)
     buffer: ReplayBuffer = field(init=False)
     released: int = 0
     version: int = 0
-    running: list[Ticket] = field(default_factory=list)
-    queued: dict[int, Record] = field(default_factory=dict)
+    told: int = 0
+    """The trainer's version as far as the buffer was told."""
+    live: dict[int, Book] = field(default_factory=dict)
+    spent: dict[int, Record] = field(default_factory=dict)
+    uses: Counter[int] = field(default_factory=Counter)
+    late: list[Ticket] = field(default_factory=list)
+    batches: list[list[int]] = field(default_factory=list)
     accepted: int = 0
-    lies: bool = False
+    lied: bool = False
+    jumped: bool = False
+    mixed: bool = False
+    """Not all batches came from one policy."""
 
     def __post_init__(self) -> None:
-        self.buffer = ReplayBuffer(
+        self.buffer = self.new_buffer()
+
+    def new_buffer(self) -> ReplayBuffer:
+        return ReplayBuffer(
             Admission(self.max_staleness, self.groups_per_step),
             degenerate="drop",
             max_degenerate_in_a_row=10**6,
-            window=0.0,
+            clock=lambda: 0.0,
+            **self.options,
         )
 
+    def clone(self, **options: Any) -> World:
+        """The same state with a buffer of its own, restored from what this one saves."""
+        twin = World(self.max_staleness, self.groups_per_step, options or self.options)
+        twin.buffer.load_state_dict(self.buffer.state_dict())
+        for name in ("released", "version", "told", "accepted", "lied", "jumped"):
+            setattr(twin, name, getattr(self, name))
+        twin.mixed = self.mixed or bool(options)
+        twin.live = {seq: Book(book.ticket, book.oldest) for seq, book in self.live.items()}
+        twin.spent, twin.uses, twin.late = dict(self.spent), Counter(self.uses), list(self.late)
+        return twin
+
+    def resume(self) -> None:
+        state = pickle.loads(pickle.dumps(self.buffer.state_dict()))
+        self.buffer = self.new_buffer()
+        self.buffer.load_state_dict(state)
+
     @property
-    def oracle(self) -> int:
-        """Free slots by the counter of other systems."""
-        return (self.max_staleness + self.released + 1) * self.groups_per_step - self.accepted - len(self.running)
+    def running(self) -> list[Ticket]:
+        return [book.ticket for book in self.live.values() if book.oldest is None]
+
+    @property
+    def fickle(self) -> bool:
+        """The policy changes its mind between two questions, so that only luck ends a wait."""
+        return self.options.get("policy") is fickle
+
+    @property
+    def honest(self) -> bool:
+        """Nobody broke the rules on which the bound rests."""
+        return not self.lied and not self.jumped
 
     def reserve(self) -> bool:
         ticket = self.buffer.reserve()
-        assert (ticket is not None) == (self.oracle > 0)
         if ticket is not None:
             assert ticket.version == self.released
-            self.running.append(ticket)
+            self.live[ticket.seq] = Book(ticket)
         return ticket is not None
 
-    def add(self, index: int, *, degenerate: bool = False, older_by: int = 0) -> None:
-        ticket = self.running.pop(index)
-        group = record(max(0, ticket.version - older_by), newest=ticket.version, degenerate=degenerate)
+    def add(self, ticket: Ticket, oldest: int, *, degenerate: bool = False) -> None:
+        self.lied |= oldest < ticket.version
+        group = record(oldest, newest=max(oldest, ticket.version), degenerate=degenerate, magnitude=ticket.seq * 7 % 5)
         self.buffer.add(ticket, group)
-        if not degenerate and group.oldest[0] >= self.version - self.max_staleness:
-            self.queued[ticket.seq] = group
+        if degenerate or oldest < self.told - self.max_staleness:
+            del self.live[ticket.seq]
+        else:
+            self.live[ticket.seq].oldest = oldest
             self.accepted += 1
-        self.lies |= older_by > 0
 
-    def fail(self, index: int) -> None:
-        self.buffer.fail(self.running.pop(index))
+    def fail(self, ticket: Ticket) -> None:
+        self.buffer.fail(ticket)
+        del self.live[ticket.seq]
+
+    def straggle(self) -> int:
+        """Drops the stragglers of the next batch: only running ones, as few as complete it."""
+        before = {ticket.seq: ticket for ticket in self.buffer.running}
+        dropped = self.buffer.drop_stragglers(0.0)
+        gone = before.keys() - {ticket.seq for ticket in self.buffer.running}
+        assert len(gone) == dropped
+        for seq in gone:
+            self.late.append(self.live.pop(seq).ticket)
+        return dropped
+
+    def add_late(self) -> None:
+        wasted = self.buffer.counts.tokens_wasted
+        self.buffer.add(self.late.pop(0), record(self.version))
+        assert self.buffer.counts.tokens_wasted == wasted + 4
 
     def release(self, version: int) -> None:
         self.buffer.release(version)
         self.released = max(self.released, version)
+        self.told = max(self.told, version)
+
+    def jump(self) -> None:
+        self.version += 1
+        self.jumped = True
 
     def sample(self) -> bool:
-        for seq, group in list(self.queued.items()):
-            if group.oldest[0] < self.version - self.max_staleness:
-                assert self.lies, "a group of an honest producer got too old in the queue"
-                del self.queued[seq]
-                self.accepted -= 1
-        live = sorted([*self.queued, *(t.seq for t in self.running)])[: self.groups_per_step]
-        expected = [self.queued[seq] for seq in live if seq in self.queued]
-        batch = self.buffer.sample(self.version)
-        if len(expected) < self.groups_per_step:
-            assert batch is None
+        self.told = self.version
+        self.forget_expired()
+        head = list(self.live)[: self.groups_per_step]
+        choice = self.buffer.sample(self.version)
+        if choice is None:
             return False
-        assert batch is not None
-        assert [id(r) for r in batch.records] == [id(r) for r in expected], "not the oldest reservations, in order"
-        assert all(self.version - min(r.oldest) <= self.max_staleness for r in batch.records)
-        for seq in live:
-            del self.queued[seq]
-        self.version += 1
+        assert len(choice.seqs) == len(set(choice.seqs)) == self.groups_per_step
+        if self.options == STRICT and self.honest and not self.mixed:
+            assert choice.seqs == head, "not the oldest reservations, in order"
+        for seq, group in zip(choice.seqs, choice.records, strict=True):
+            assert self.version - min(group.oldest) <= self.max_staleness, "a group above the bound was trained"
+            self.uses[seq] += 1
+            if (book := self.live.pop(seq, None)) is not None:
+                assert book.oldest is not None, "a group that runs was trained"
+            else:
+                assert seq in self.spent, "a batch holds a group that is neither live nor trained before"
+            self.spent[seq] = group
+        self.batches.append(choice.seqs)
+        assert max(self.uses[seq] for seq in choice.seqs) <= self.options.get("max_uses", 1)
+        self.version = self.told = self.version + 1
         return True
 
+    def forget_expired(self) -> None:
+        for seq, book in list(self.live.items()):
+            if book.oldest is not None and book.oldest < self.version - self.max_staleness:
+                assert not self.honest, "a group of an honest producer got too old in the queue"
+                del self.live[seq]
+                self.accepted -= 1
+
     def check(self) -> None:
-        """Slots are conserved, and both books agree."""
-        admission = self.buffer.admission
-        assert (admission.released, admission.next_version) == (self.released, self.version)
-        assert (self.buffer.num_running, self.buffer.num_queued) == (len(self.running), len(self.queued))
-        assert admission.free + admission.live + admission.unreleased == admission.slots
-        assert admission.live == len(self.running) + len(self.queued)
-        assert admission.free == self.oracle
+        """Slots are conserved, both books agree, and F holds where nobody broke the rules."""
+        admission, buffer = self.buffer.admission, self.buffer
+        complete = len(self.live) - len(self.running)
+        assert admission.released == self.released
+        assert (buffer.num_running, buffer.num_queued) == (len(self.running), complete)
+        assert buffer.running == self.running
+        assert admission.live == len(self.live)
+        assert admission.next_version == self.told
+        if self.jumped:
+            return
+        if self.options.get("max_uses", 1) == 1:
+            oracle = (self.max_staleness + self.released + 1) * self.groups_per_step
+            assert admission.free == oracle - self.accepted - len(self.running)
+        if self.honest:
+            for deadline in range(self.version, self.version + self.max_staleness + 1):
+                due = sum(book.version + self.max_staleness <= deadline for book in self.live.values())
+                assert due <= (deadline - self.version + 1) * self.groups_per_step, "F is broken"
 
-    def key(self) -> tuple[object, ...]:
-        """The state, up to a shift of versions and sequence numbers."""
-        groups = [(t.seq, t.version - self.released, False) for t in self.running]
-        groups += [(seq, r.oldest[0] - self.released, True) for seq, r in self.queued.items()]
-        return (self.version - self.released, *((age, done) for _, age, done in sorted(groups)))
+    def key(self) -> tuple[Any, ...]:
+        """The state up to a shift of versions and the order of equals; which policy chooses is not part of it."""
+        groups = sorted(
+            (b.ticket.version - self.released, b.version - self.released, b.oldest is None) for b in self.live.values()
+        )
+        return (self.version - self.released, *groups)
 
-    def drain(self, *, fail: bool) -> None:
-        """All producers finish and all versions are released: a batch must come."""
-        while self.running:
-            self.fail(0) if fail else self.add(0)
-        self.release(self.version)
-        for _ in range(3):
-            while self.reserve():
-                pass
-            while self.running:
-                self.add(len(self.running) - 1)
-            assert self.sample(), "deadlock: every producer is done, every version released, and no batch"
+    def drain(self, how: str) -> None:
+        """All running producers finish, fail or vanish, new ones answer, all versions are released: batches come."""
+        vanished = {ticket.seq for ticket in self.running} if how == "vanish" else set()
+        for ticket in self.running if how != "vanish" else []:
+            self.fail(ticket) if how == "fail" else self.add(ticket, ticket.version)
+        for _ in range(self.max_staleness + 2):
             self.release(self.version)
+            for _attempt in range(50):
+                while self.reserve():
+                    pass
+                for ticket in self.running:
+                    if ticket.seq not in vanished:
+                        self.add(ticket, ticket.version)
+                expired = self.buffer.counts.groups_expired
+                if self.sample():
+                    break
+                dropped = self.straggle() + self.buffer.counts.groups_expired - expired
+                assert dropped or self.fickle, "deadlock: every producer is done or gone, and no batch"
+            else:
+                pytest.fail("livelock: stragglers were dropped, and still no batch")
             self.check()
 
 
-Action = tuple[str, int]
+# --- every state of a small case
 
 
-def actions_of(world: World) -> list[Action]:
-    at = range(len(world.running))
-    versions = range(world.released + 1, world.version + 1)
-    return [
-        ("reserve", 0),
-        ("sample", 0),
-        *(("add", i) for i in at),
-        *(("fail", i) for i in at),
-        *(("release", version - world.released) for version in versions),
-    ]
+def successors(world: World) -> Iterable[World]:
+    """Every step that loops, producers and any policy can take from here."""
+    steps: list[Callable[[World], object]] = [World.reserve]
+    steps += [partial(World.add, ticket=ticket, oldest=oldest) for ticket, oldest in distinct(world)]
+    steps += [partial(World.fail, ticket=ticket) for ticket in {t.version: t for t in world.running}.values()]
+    steps += [partial(World.release, version=v) for v in range(world.released + 1, world.version + 1)]
+    for step in steps:
+        after = world.clone()
+        step(after)
+        yield after
+    for wanted in subsets(world):
+        after = world.clone(policy=partial(preferring, wanted))
+        if not after.sample():
+            yield after.clone()
+            after.straggle()
+            after.late.clear()
+        yield after
 
 
-def apply(world: World, action: Action) -> None:
-    name, argument = action
+def distinct(world: World) -> set[tuple[Ticket, int]]:
+    """Who may finish with which oldest version; one of each kind."""
+    kinds = {ticket.version: ticket for ticket in world.running}
+    return {(ticket, oldest) for ticket in kinds.values() for oldest in range(ticket.version, world.version + 1)}
+
+
+def subsets(world: World) -> Iterable[list[int]]:
+    """The sets of groups that a policy may prefer; one of each kind."""
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for chosen in itertools.combinations(world.live, min(len(world.live), world.groups_per_step)):
+        books = [world.live[seq] for seq in chosen]
+        kinds.setdefault(tuple(sorted((b.version, b.oldest is None) for b in books)), list(chosen))
+    return kinds.values()
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "groups_per_step"), [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1)]
+)
+def test_in_every_reachable_state_a_batch_comes_and_none_is_above_the_bound(
+    max_staleness: int, groups_per_step: int
+) -> None:
+    start = World(max_staleness, groups_per_step)
+    seen = {start.key(): start}
+    todo = deque([start])
+    stalest = 0
+    while todo:
+        world = todo.popleft()
+        for after in successors(world):
+            after.check()
+            stalest = max(stalest, after.version - min([b.version for b in after.live.values()], default=after.version))
+            if after.key() not in seen:
+                seen[after.key()] = after
+                todo.append(after)
+    assert stalest >= max_staleness, "the exploration never came near the bound"
+    ends = itertools.cycle(itertools.product(CHOICES.values(), ("finish", "fail", "vanish")))
+    for world, (options, how) in zip(seen.values(), ends, strict=False):
+        world.clone(**options).drain(how)
+
+
+# --- longer schedules
+
+USUAL = ["reserve"] * 2 + ["add"] * 3 + ["sample"] * 2 + ["release"] * 2 + ["fail", "degenerate", "straggle", "late"]
+STEPS = st.tuples(st.sampled_from(USUAL), st.integers(0, 11))
+ROUGH = st.tuples(st.sampled_from(["jump", "older", "reserve", "add", "sample", "release"]), st.integers(0, 11))
+SIZES = st.tuples(st.integers(0, 3), st.integers(1, 3))
+
+
+def apply(world: World, name: str, choice: int) -> None:
+    running = world.running
+    ticket = running[choice % len(running)] if running else None
     match name:
         case "reserve":
             world.reserve()
         case "sample":
             world.sample()
-        case "add":
-            world.add(argument)
-        case "fail":
-            world.fail(argument)
+        case "jump":
+            world.jump()
         case "release":
-            world.release(world.released + argument)
+            world.release(world.released + choice % (world.version - world.released + 1))
+        case "straggle":
+            world.straggle()
+        case "late" if world.late:
+            world.add_late()
+        case "add" if ticket:
+            world.add(ticket, min(ticket.version + choice % 3, max(world.version, ticket.version)))
+        case "older" if ticket:
+            world.add(ticket, max(0, ticket.version - choice))
+        case "degenerate" if ticket:
+            world.add(ticket, ticket.version, degenerate=True)
+        case "fail" if ticket:
+            world.fail(ticket)
     world.check()
 
 
-def replayed(max_staleness: int, groups_per_step: int, path: tuple[Action, ...]) -> World:
-    world = World(max_staleness, groups_per_step)
-    for action in path:
-        apply(world, action)
-    return world
-
-
-@pytest.mark.parametrize(
-    "max_staleness, groups_per_step", [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3), (2, 1), (3, 1)]
+@pytest.mark.parametrize("options", CHOICES.values(), ids=CHOICES)
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(
+    sizes=SIZES,
+    schedule=st.lists(STEPS, min_size=30, max_size=90),
+    saves=st.sets(st.integers(0, 89), max_size=3),
+    how=st.sampled_from(["finish", "fail", "vanish"]),
 )
-def test_in_every_reachable_state_a_batch_comes_and_none_is_above_the_bound(
-    max_staleness: int, groups_per_step: int
+def test_any_schedule_keeps_the_bound_and_the_slots_and_ends(
+    options: Options, sizes: tuple[int, int], schedule: list[tuple[str, int]], saves: set[int], how: str
 ) -> None:
-    seen: dict[tuple[object, ...], tuple[Action, ...]] = {World(max_staleness, groups_per_step).key(): ()}
-    todo = deque(seen.values())
-    stalest = 0
-    while todo:
-        path = todo.popleft()
-        for action in actions_of(replayed(max_staleness, groups_per_step, path)):
-            world = replayed(max_staleness, groups_per_step, (*path, action))
-            if world.key() in seen:
-                continue
-            seen[world.key()] = (*path, action)
-            todo.append(seen[world.key()])
-            stalest = max(stalest, world.version - min([t.version for t in world.running], default=world.version))
-    for path in seen.values():
-        for fail in (False, True):
-            replayed(max_staleness, groups_per_step, path).drain(fail=fail)
-    assert stalest == max_staleness, "the exploration never came near the bound"
+    world = World(*sizes, options)
+    for number, (name, choice) in enumerate(schedule):
+        apply(world, name, choice)
+        if number in saves:
+            world.resume()
+            world.check()
+    assert world.honest
+    world.drain(how)
 
 
-STEPS = st.tuples(
-    st.sampled_from(["reserve", "reserve", "add", "add", "degenerate", "older", "fail", "sample", "release"]),
-    st.integers(0, 11),
-)
-
-
-@pytest.mark.parametrize("max_staleness, groups_per_step", GRID)
+@pytest.mark.parametrize("options", CHOICES.values(), ids=CHOICES)
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
-@given(schedule=st.lists(STEPS, min_size=30, max_size=90), fail=st.booleans())
-def test_any_schedule_keeps_the_bound_the_order_and_the_slots(
-    max_staleness: int, groups_per_step: int, schedule: list[Action], fail: bool
+@given(
+    sizes=SIZES,
+    schedule=st.lists(st.one_of(STEPS, ROUGH), min_size=30, max_size=90),
+    how=st.sampled_from(["finish", "fail", "vanish"]),
+)
+def test_a_trainer_that_jumps_and_producers_that_lie_cost_groups_but_never_the_bound(
+    options: Options, sizes: tuple[int, int], schedule: list[tuple[str, int]], how: str
 ) -> None:
-    world = World(max_staleness, groups_per_step)
+    world = World(*sizes, options)
     for name, choice in schedule:
-        if name == "reserve":
-            world.reserve()
-        elif name == "sample":
-            world.sample()
-        elif name == "release":
-            world.release(world.released + choice % (world.version - world.released + 1))
-        elif world.running:
-            index = choice % len(world.running)
-            match name:
-                case "add":
-                    world.add(index)
-                case "degenerate":
-                    world.add(index, degenerate=True)
-                case "older":
-                    world.add(index, older_by=choice)
-                case "fail":
-                    world.fail(index)
-        world.check()
-    world.drain(fail=fail)
+        apply(world, name, choice)
+    world.drain(how)
+
+
+PURE = {name: options for name, options in CHOICES.items() if options["policy"] is not fickle}
+
+
+@pytest.mark.parametrize("options", PURE.values(), ids=PURE)
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(
+    sizes=SIZES,
+    schedule=st.lists(st.one_of(STEPS, ROUGH), min_size=30, max_size=90),
+    save_at=st.integers(0, 60),
+    asked_again=st.booleans(),
+)
+def test_a_saved_buffer_goes_on_with_the_same_batches(
+    options: Options, sizes: tuple[int, int], schedule: list[tuple[str, int]], save_at: int, asked_again: bool
+) -> None:
+    def batches(saved: bool) -> list[list[int]]:
+        world = World(*sizes, options)
+        for number, (name, choice) in enumerate(schedule):
+            if saved and number == save_at:
+                world.resume()
+            if saved and asked_again and name == "sample":
+                world.buffer.describe_missing()
+            apply(world, name, choice)
+        world.drain("vanish")
+        return world.batches
+
+    assert batches(saved=True) == batches(saved=False)
