@@ -20,7 +20,7 @@ from replay.events import Add, Event, Gone, Reserve
 from replay.metrics import OUTCOMES, Counts
 from replay.policies import Policy, Slot, View, fifo
 from replay.staleness import Admission, Ticket, choose, needs
-from replay.storage import Record
+from replay.storage import MemoryBudget, Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,14 @@ class ReplayBuffer:
         window: float = 1.0,
         max_uses: int = 1,
         seed: int = 0,
+        memory: MemoryBudget | None = None,
         draw: Callable[[], Any] = lambda: None,
         tell: Callable[[Event], None] = lambda event: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`draw` gives the prompt of a ticket; `tell` is told what happens to groups, batches excepted."""
         self.admission = admission
+        self.memory = memory or MemoryBudget()
         self.counts = Counts()
         self.outcomes: deque[tuple[int, bool]] = deque(maxlen=OUTCOMES)
         """Of the last episodes that ended: length in tokens, prompt included, and whether it was dropped."""
@@ -88,8 +90,8 @@ class ReplayBuffer:
         return [slot.ticket for slot in self._slots.values() if slot.record is None]
 
     def reserve(self) -> Ticket | None:
-        """A ticket for one group, or None while no slot is free."""
-        if self.admission.free == 0:
+        """A ticket for one group, or None while no slot is free, or no memory for what runs already and one more."""
+        if self.admission.free == 0 or not self._has_memory():
             return None
         prompt = self._draw()  # first: where it raises, no slot is taken
         ticket = self.admission.reserve()
@@ -105,7 +107,8 @@ class ReplayBuffer:
         """The ticket's group is complete; it is queued, or dropped when it is degenerate or already too old.
 
         A group that was dropped as a straggler is counted as wasted. Raises StalenessError when the ticket is
-        not running, RewardError when too many degenerate groups were dropped in a row.
+        not running, MemoryBudgetError when the group does not fit into the memory that is left, RewardError when
+        too many degenerate groups were dropped in a row.
         """
         if ticket.seq in self._straggled:
             self._straggled.remove(ticket.seq)
@@ -117,6 +120,8 @@ class ReplayBuffer:
                 f"ticket {ticket.seq} is not running: it was added, failed or never reserved; "
                 "reserve a ticket for each group and add it once"
             )
+        self._drop_spent(record.nbytes)
+        self.memory.hold(record.nbytes)
         self._forget_version(slot.version)
         slot.record, slot.added = record, self._clock()
         slot.version = min((v for v in record.oldest if v >= 0), default=ticket.version)
@@ -230,6 +235,10 @@ class ReplayBuffer:
             )
             for saved in state["slots"]
         }
+        self.memory = MemoryBudget(self.memory.limit_bytes)
+        for slot in self._slots.values():
+            if slot.record is not None:
+                self.memory.hold(slot.record.nbytes)
         live = [slot for slot in self._slots.values() if slot.uses == 0]
         self._versions = Counter(slot.version for slot in live)
         self._num_queued = sum(slot.record is not None for slot in live)
@@ -248,7 +257,8 @@ class ReplayBuffer:
             f"{admission.groups_per_step} groups a step) {admission.unreleased} are held by batches whose "
             f"weights are not released yet (versions: {_some(trained)}; released: {admission.released}), "
             f"{self.num_queued} by queued groups, {self.num_running} by running groups "
-            f"({self._running_text(self._slots)})"
+            f"({self._running_text(self._slots)}); {self.memory.held_bytes} of {self.memory.limit_bytes} bytes of "
+            f"memory (replay.memory_bytes) are held, the largest group took {self.memory.largest_bytes}"
         )
 
     def describe_missing(self) -> str:
@@ -265,9 +275,9 @@ class ReplayBuffer:
         oldest = policy_version - self.admission.max_staleness
         if self._max_uses == 1 and min(self._versions, default=oldest) >= oldest:
             return
-        for seq, slot in list(self._slots.items()):
+        for slot in list(self._slots.values()):
             if slot.uses and slot.version < oldest:
-                del self._slots[seq]
+                self._remove(slot)
             elif slot.record is not None and slot.record.is_stale(policy_version, self.admission.max_staleness):
                 self._expire(slot)
 
@@ -308,7 +318,7 @@ class ReplayBuffer:
         for slot in slots:
             slot.uses += 1
             if slot.uses >= self._max_uses:
-                del self._slots[slot.ticket.seq]
+                self._remove(slot)
         self.counts.groups_trained += len(records)
         self.counts.episodes_trained += sum(len(record.rewards) for record in records)
         self.counts.tokens_trained += sum(record.num_tokens for record in records)
@@ -350,9 +360,30 @@ class ReplayBuffer:
         self.outcomes.extend((length, True) for length in record.lengths)
 
     def _give_back(self, slot: Slot) -> None:
-        del self._slots[slot.ticket.seq]
+        self._remove(slot)
         self._forget_version(slot.version)
         self.admission.give_back()
+
+    def _remove(self, slot: Slot) -> None:
+        del self._slots[slot.ticket.seq]
+        if slot.record is not None:
+            self.memory.free(slot.record.nbytes)
+
+    def _has_memory(self) -> bool:
+        # The groups of one batch are always begun: until it is complete nothing frees memory.
+        if self.admission.live < self.admission.groups_per_step:
+            return True
+        wanted = self.memory.estimate(self.num_running + 1)
+        self._drop_spent(wanted)
+        return self.memory.fits(wanted)
+
+    def _drop_spent(self, nbytes: int) -> None:
+        """Groups that were trained already make room for new ones, oldest first."""
+        if not self.memory.fits(nbytes):
+            for slot in [slot for slot in self._slots.values() if slot.uses]:
+                self._remove(slot)
+                if self.memory.fits(nbytes):
+                    return
 
     def _forget_version(self, version: int) -> None:
         self._versions[version] -= 1

@@ -1,15 +1,24 @@
-"""One batch, cut into what each data-parallel rank trains. Pure."""
+"""One batch, cut into what each data-parallel rank trains, and handed over."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from itertools import chain
+from typing import Any, Protocol
 
-import torch
 from tensordict import TensorDict
 
-from forge.batch import collate
 from forge.errors import ConfigError
+from forge.packing import first_fit, pack, padded_size
+
+
+class Channel(Protocol):
+    """The part of `forge.channel` that a hand-over uses."""
+
+    def alloc(self, like: TensorDict) -> TensorDict: ...
+
+    def put(self, td: TensorDict) -> Any: ...
 
 
 def balance(lengths: Sequence[int], num_shards: int) -> list[list[int]]:
@@ -32,13 +41,46 @@ def balance(lengths: Sequence[int], num_shards: int) -> list[list[int]]:
     return [sorted(shard) for shard in rows]
 
 
-def make_shards(groups: Sequence[TensorDict], num_shards: int, pad_id: int = 0) -> list[TensorDict]:
-    """Groups `[G_i]` as `num_shards` Batches `[B_j, T_j]` of whole episodes, right-padded to its own longest.
+def plan_shards(lengths: Sequence[int], num_shards: int, row_tokens: int) -> list[list[list[int]]]:
+    """Of each rank the rows, of each row the episodes: balanced over ranks, packed first-fit into `row_tokens`.
 
     Raises ConfigError with fewer episodes than shards.
     """
-    if num_shards == 1:
-        return [collate(groups, pad_id)]
-    batch = collate(groups, pad_id)
-    rows = balance(batch["lengths"].tolist(), num_shards)
-    return [collate([batch[torch.tensor(shard)]], pad_id) for shard in rows]
+    plans = []
+    for shard in balance(lengths, num_shards):
+        rows = first_fit([lengths[episode] for episode in shard], row_tokens)
+        plans.append([[shard[number] for number in row] for row in rows])
+    return plans
+
+
+def waste(lengths: Sequence[int], plan: Sequence[Sequence[Sequence[int]]], row_tokens: int) -> dict[str, float]:
+    """Shares of a batch that are not tokens, over all ranks.
+
+    pack/waste: what stays empty of the rows' budget; a packing trainer computes nothing for it. pack/padded_waste:
+    padding among the tokens that a trainer computes which pads its passes instead.
+    """
+    shards = [[lengths[episode] for episode in chain.from_iterable(rows)] for rows in plan]
+    budget = row_tokens * sum(len(rows) for rows in plan)
+    return {
+        "pack/waste": max(0.0, 1 - sum(lengths) / budget),
+        "pack/padded_waste": 1 - sum(lengths) / sum(padded_size(shard, row_tokens) for shard in shards),
+    }
+
+
+def hand_over(
+    groups: Sequence[TensorDict], num_shards: int, row_tokens: int, channel: Channel
+) -> tuple[list[Any], dict[str, float]]:
+    """Flat groups as one channel handle a rank, each to a packed batch of whole episodes, and their `waste`.
+
+    One copy, from the groups into the channel's memory. Raises ConfigError with fewer episodes than shards,
+    ChannelError when the channel has no memory.
+    """
+    lengths = list(chain.from_iterable(group["lengths"].tolist() for group in groups))
+    plan = plan_shards(lengths, num_shards, row_tokens)
+    return [channel.put(pack(groups, rows, channel.alloc)) for rows in plan], waste(lengths, plan, row_tokens)
+
+
+def make_shards(groups: Sequence[TensorDict], num_shards: int, row_tokens: int = 4096) -> list[TensorDict]:
+    """As `hand_over`, in private memory."""
+    lengths = list(chain.from_iterable(group["lengths"].tolist() for group in groups))
+    return [pack(groups, rows) for rows in plan_shards(lengths, num_shards, row_tokens or 4096)]

@@ -96,13 +96,17 @@ class MemoryBudget:
         self.held_bytes = 0
         self.largest_bytes = 0
 
-    def admits(self, num_running: int) -> bool:
-        """Whether another group will fit beside those that are held and the `num_running` that are begun."""
-        return self.held_bytes + (num_running + 1) * self.largest_bytes <= self.limit_bytes
+    def fits(self, nbytes: int) -> bool:
+        """Whether `nbytes` more may be held."""
+        return self.held_bytes + nbytes <= self.limit_bytes
+
+    def estimate(self, num_groups: int) -> int:
+        """Bytes that so many groups will take at most, if none is larger than the largest so far."""
+        return num_groups * self.largest_bytes
 
     def hold(self, nbytes: int) -> None:
         """A group of `nbytes` is kept from now on. Raises MemoryBudgetError when it does not fit."""
-        if self.held_bytes + nbytes > self.limit_bytes:
+        if not self.fits(nbytes):
             raise MemoryBudgetError(
                 f"a group of {nbytes} bytes does not fit: the replay holds {self.held_bytes} bytes of groups, "
                 f"replay.memory_bytes allows {self.limit_bytes}; raise it, or lower replay.max_staleness, "

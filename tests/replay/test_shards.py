@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
 
-from forge.batch import check_batch, make_group
+from forge import channel
+from forge.batch import check_packed, make_group
 from forge.errors import ConfigError
-from replay.shards import balance, make_shards
+from forge.packing import flatten
+from replay.shards import balance, hand_over, plan_shards, waste
+
+KEYS = ("group_id", "rewards", "lengths")
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 8])
@@ -41,18 +49,76 @@ def test_fewer_rows_than_shards_is_an_error(num_shards: int) -> None:
         balance([1, 1, 1, 1], num_shards)
 
 
-def test_each_shard_is_a_valid_batch_padded_to_its_own_longest_episode() -> None:
+def flat_groups() -> list[TensorDict]:
     groups = [
-        make_group([1, 2], [[3] * 30, [4]], [[-0.5] * 30, [-0.25]], [[0] * 30, [1]], group_id=0, pad_id=9),
-        make_group([5], [[6], [7, 7]], [[-1.0], [-2.0] * 2], [[1], [1] * 2], group_id=1, pad_id=9),
+        make_group([1, 2], [[3] * 30, [4]], [[-0.5] * 30, [-0.25]], [[0] * 30, [1]], group_id=0),
+        make_group([5], [[6], [7, 7]], [[-1.0], [-2.0] * 2], [[1], [1] * 2], group_id=1),
     ]
-    shards = make_shards(groups, 2, pad_id=9)
-    for shard in shards:
-        check_batch(shard)
-        assert shard["tokens"].shape[1] == int(shard["lengths"].max())
-    long, short = shards
-    assert long["tokens"].tolist() == [[1, 2] + [3] * 30]
-    assert short["tokens"][0].tolist() == [1, 2, 4]
-    assert short["tokens"][1].tolist() == [5, 6, 9]
+    return [flatten(group) for group in groups]
+
+
+def test_each_rank_gets_its_own_episodes_packed_and_no_others() -> None:
+    handles, _ = hand_over(flat_groups(), 2, 4, channel)
+    long, short = [channel.open(handle) for handle in handles]
+    for shard in (long, short):
+        check_packed(shard)
+    assert long["tokens"].tolist() == [1, 2] + [3] * 30
+    assert long["row_offsets"].tolist() == [0, 32]
+    assert short["tokens"].tolist() == [1, 2, 4, 5, 7, 7, 5, 6]
+    assert short["row_offsets"].tolist() == [0, 3, 6, 8]
     assert short["group_id"].tolist() == [0, 1, 1]
-    assert torch.equal(short["behavior_logprobs"][2], torch.tensor([0.0, -2.0, -2.0]))
+    assert short["behavior_logprobs"].tolist() == [0, 0, -0.25, 0, -2, -2, 0, -1]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=5), min_size=3, max_size=6), st.integers(1, 3))
+def test_all_ranks_together_get_every_episode_once(lengths: list[list[int]], num_shards: int) -> None:
+    groups = []
+    for number, row in enumerate(lengths):
+        ones = [[1] * n for n in row]
+        group = make_group([9], ones, [[-1.0] * n for n in row], [[0] * n for n in row], group_id=number)
+        group["rewards"] = torch.arange(len(row)).float()
+        groups.append(flatten(group))
+    handles, _ = hand_over(groups, num_shards, 21, channel)
+    shards = [channel.take(handle) for handle in handles]
+    found = [(g, r, n) for td in shards for g, r, n in zip(*(td[k].tolist() for k in KEYS), strict=True)]
+    assert sorted(found) == [(g, float(e), n + 1) for g, row in enumerate(lengths) for e, n in enumerate(row)]
+    for td in shards:
+        check_packed(td)
+        assert int(td["row_offsets"].diff().max()) <= 21
+
+
+def test_a_shard_is_copied_once_into_memory_that_the_channel_lends() -> None:
+    """What `put` is given must come from `alloc`: then it copies nothing."""
+    pool = channel.Pool(inline_bytes=0)
+    lent: list[TensorDict] = []
+
+    class Spy:
+        def alloc(self, like: TensorDict) -> TensorDict:
+            lent.append(pool.alloc(like))
+            return lent[-1]
+
+        def put(self, td: TensorDict) -> Any:
+            assert td is lent[-1]
+            return pool.put(td)
+
+    handles, _ = hand_over(flat_groups(), 2, 100, Spy())
+    assert pool.stats().num_segments == 1
+    assert [pool.open(handle)["tokens"].shape for handle in handles] == [td["tokens"].shape for td in lent]
+    lent.clear()
+    pool.shutdown()
+
+
+def test_waste_is_what_stays_empty_in_rows_and_what_padding_would_cost() -> None:
+    lengths = [10, 6, 4, 4]
+    plan = plan_shards(lengths, 1, 16)
+    assert plan == [[[0, 1], [2, 3]]]
+    assert waste(lengths, plan, 16) == {"pack/waste": 1 - 24 / 32, "pack/padded_waste": 1 - 24 / (10 + 12 + 4)}
+    both = plan_shards(lengths, 2, 16)
+    assert both == [[[0]], [[1, 2, 3]]] or both == [[[0, 3]], [[1, 2]]]
+    assert waste([5, 5], plan_shards([5, 5], 1, 10), 10) == {"pack/waste": 0.0, "pack/padded_waste": 0.0}
+
+
+def test_fewer_episodes_than_ranks_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="num_shards is 5, the batch has 4 episodes"):
+        hand_over(flat_groups(), 5, 100, channel)

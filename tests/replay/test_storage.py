@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -16,6 +15,8 @@ from forge.batch import collate, make_group, oldest_version
 from forge.errors import MemoryBudgetError, SchemaError
 from forge.memory import memory_limit_bytes
 from forge.packing import pad
+from replay.buffer import ReplayBuffer
+from replay.staleness import Admission, Ticket
 from replay.storage import MemoryBudget, Record, store, summarize
 
 
@@ -133,35 +134,108 @@ def test_a_group_that_does_not_fit_is_an_error_that_names_every_number() -> None
     budget.hold(30)
 
 
-def test_a_group_is_begun_only_while_the_largest_so_far_would_fit_beside_all_that_run() -> None:
+def test_what_running_groups_will_take_is_estimated_by_the_largest_so_far() -> None:
     budget = MemoryBudget(100)
-    assert budget.admits(1000)  # nothing is known yet
+    assert budget.estimate(1000) == 0  # nothing is known yet
     budget.hold(30)
-    assert budget.admits(1)
-    assert not budget.admits(2)
+    budget.hold(20)
     budget.free(30)
-    assert budget.admits(2)
-    assert not budget.admits(3)
-
-
-def test_groups_no_larger_than_the_largest_always_fit_when_they_were_admitted() -> None:
-    rng = random.Random(0)
-    for _ in range(50):
-        budget = MemoryBudget(1000)
-        budget.hold(100)
-        running, held = 0, [100]
-        for _ in range(200):
-            action = rng.randrange(3)
-            if action == 0 and budget.admits(running):
-                running += 1
-            elif action == 1 and running:
-                running -= 1
-                held.append(rng.randint(1, 100))
-                budget.hold(held[-1])
-            elif action == 2 and held:
-                budget.free(held.pop(rng.randrange(len(held))))
-            assert budget.held_bytes == sum(held) <= 1000
+    assert budget.estimate(2) == 60
+    assert budget.fits(80)
+    assert not budget.fits(81)
 
 
 def test_without_a_number_the_budget_is_a_quarter_of_what_the_process_may_use() -> None:
     assert MemoryBudget().limit_bytes == memory_limit_bytes() // 4 > 1 << 20
+
+
+# The buffer within its budget
+
+
+def buffer(limit_bytes: int, max_staleness: int = 3, **options: Any) -> ReplayBuffer:
+    """Two groups a batch."""
+    return ReplayBuffer(Admission(max_staleness, 2), memory=MemoryBudget(limit_bytes), **options)
+
+
+def reserved(replay: ReplayBuffer) -> Ticket:
+    ticket = replay.reserve()
+    assert ticket is not None
+    return ticket
+
+
+SIZE = store(group([0], [0]), 0).nbytes
+
+
+def added(replay: ReplayBuffer, version: int = 0) -> Ticket:
+    ticket = reserved(replay)
+    replay.add(ticket, store(group([version], [version]), ticket.seq))
+    return ticket
+
+
+def test_groups_are_begun_while_there_is_memory_for_them_and_again_once_a_batch_has_left() -> None:
+    replay = buffer(3 * SIZE)
+    added(replay)
+    running = [reserved(replay), reserved(replay)]
+    assert replay.reserve() is None
+    assert replay.admission.free > 0  # a slot there is
+    for ticket in running:
+        replay.add(ticket, store(group([0], [0]), ticket.seq))
+    assert replay.memory.held_bytes == 3 * SIZE
+    assert replay.reserve() is None
+    assert replay.sample(0) is not None
+    assert replay.memory.held_bytes == SIZE
+    assert reserved(replay)
+
+
+def test_what_leaves_untrained_gives_its_memory_back() -> None:
+    replay = buffer(4 * SIZE, max_staleness=0, degenerate="drop")
+    ticket = reserved(replay)
+    same = group([0], [0])
+    same["rewards"] = torch.zeros(2)
+    replay.add(ticket, store(same, ticket.seq))
+    assert replay.memory.held_bytes == 0
+    added(replay)
+    replay.fail(reserved(replay))
+    assert replay.memory.held_bytes == SIZE
+    replay.sample(1)  # too old by now
+    assert replay.memory.held_bytes == 0
+
+
+def test_the_groups_of_one_batch_are_always_begun_and_fail_loudly_where_they_cannot_fit() -> None:
+    """A reserve that waited for memory that only a batch can free would wait for ever."""
+    replay = buffer(SIZE + 1)
+    added(replay)
+    with pytest.raises(MemoryBudgetError, match=f"holds {SIZE} bytes"):
+        added(replay)
+    replay.fail(Ticket(1, 0))
+    assert replay.memory.held_bytes == SIZE
+    assert replay.num_running == 0
+
+
+def test_groups_that_were_trained_already_make_room_for_new_ones() -> None:
+    replay = buffer(4 * SIZE, max_uses=2)
+    added(replay)
+    added(replay)
+    assert replay.sample(0) is not None
+    assert replay.memory.held_bytes == 2 * SIZE
+    for _ in range(4):
+        added(replay)
+    assert replay.memory.held_bytes == 4 * SIZE
+    assert replay.num_queued == 4
+
+
+def test_a_buffer_that_goes_on_from_a_state_holds_what_the_state_holds() -> None:
+    replay = buffer(4 * SIZE)
+    added(replay)
+    reserved(replay)
+    again = buffer(4 * SIZE)
+    again.load_state_dict(replay.state_dict())
+    assert again.memory.held_bytes == SIZE
+    with pytest.raises(MemoryBudgetError):
+        buffer(SIZE - 1).load_state_dict(replay.state_dict())
+
+
+def test_a_wait_for_a_slot_says_how_much_memory_is_held() -> None:
+    replay = buffer(4 * SIZE)
+    added(replay)
+    assert f"{SIZE} of {4 * SIZE} bytes of memory (replay.memory_bytes) are held" in replay.describe_slots()
