@@ -24,7 +24,6 @@ from forge.batch import (
     PACKED_KEYS,
     TOKEN_KEYS,
     array,
-    collate,
     token_keys,
 )
 
@@ -59,17 +58,21 @@ def first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
     At most 11/9 of the fewest possible rows, and one (Dosa 2007). A longer episode gets a row of its own.
     """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     rows: list[list[int]] = []
-    free: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    open_rows: list[tuple[int, list[int]]] = []
+    """(room, row), in the order of `rows`, without those that have no room for the shortest."""
+    for index in order:
         length = lengths[index]
-        row = next((r for r, room in enumerate(free) if room >= length), None)
-        if row is None:
+        place = next((p for p, (room, _) in enumerate(open_rows) if room >= length), None)
+        if place is None:
             rows.append([index])
-            free.append(max_tokens - length)
+            room, row, place = max_tokens - length, rows[-1], len(open_rows)
         else:
-            rows[row].append(index)
-            free[row] -= length
+            room, row = open_rows[place]
+            row.append(index)
+            room -= length
+        open_rows[place : place + 1] = [(room, row)] if room >= lengths[order[-1]] else []
     return rows
 
 
@@ -85,14 +88,9 @@ def padded_cuts(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return cuts
 
 
-def packed_waste(lengths: Sequence[int], rows: Sequence[Sequence[int]], max_tokens: int) -> float:
-    """Share of the budget of `rows` that stays empty, in [0, 1)."""
-    return 1 - sum(lengths) / (len(rows) * max(max_tokens, *lengths))
-
-
-def padded_waste(lengths: Sequence[int], max_tokens: int) -> float:
-    """Share of `padded_cuts` that is padding, in [0, 1)."""
-    return 1 - sum(lengths) / sum(lengths[cut[0]] * len(cut) for cut in padded_cuts(lengths, max_tokens))
+def padded_size(lengths: Sequence[int], max_tokens: int) -> int:
+    """Tokens of `padded_cuts`, padding included."""
+    return sum(lengths[cut[0]] * len(cut) for cut in padded_cuts(lengths, max_tokens))
 
 
 def pack(groups: Sequence[TensorDict], rows: Sequence[Sequence[int]], alloc: Alloc | None = None) -> TensorDict:
@@ -121,20 +119,24 @@ def pack(groups: Sequence[TensorDict], rows: Sequence[Sequence[int]], alloc: All
     return out
 
 
-def pad(packed: TensorDict, pad_id: int = 0) -> TensorDict:
-    """The episodes of a packed or flat batch as a padded Batch `[E, T]`, in their order; a copy."""
-    lengths = packed["lengths"].tolist()
-    keys = [key for key in (*TOKEN_KEYS, *OPTIONAL_TOKEN_KEYS) if key in packed]
-    columns = [packed[key].split(lengths) for key in keys]
-    episodes = [
-        TensorDict(
-            {key: column[row][None] for key, column in zip(keys, columns, strict=True)}
-            | {key: packed[key][row : row + 1] for key in EPISODE_KEYS},
-            batch_size=[1],
-        )
-        for row in range(len(lengths))
-    ]
-    return collate(episodes, pad_id)
+def pad(groups: Sequence[TensorDict], pad_id: int = 0) -> TensorDict:
+    """The episodes of flat or packed batches as one padded Batch `[E, T]`, in their order; a copy.
+
+    Raises SchemaError as `pack` does.
+    """
+    sources = [_arrays(group) for group in groups]
+    spans = [(number, start, stop) for number, group in enumerate(groups) for _, start, stop in _pieces(0, group)]
+    width = max(stop - start for _, start, stop in spans)
+    out: dict[str, torch.Tensor] = {}
+    for key in token_keys(groups):
+        dtype = sources[0][key].dtype
+        rows = np.full((len(spans), width), pad_id if key == "tokens" else OUTSIDE_MASK.get(key, 0), dtype)
+        for row, (number, start, stop) in zip(rows, spans, strict=True):
+            row[: stop - start] = sources[number][key][start:stop]
+        out[key] = torch.from_numpy(rows)
+    for key in EPISODE_KEYS:
+        out[key] = torch.cat([group[key] for group in groups])
+    return TensorDict(out, batch_size=[len(spans)])
 
 
 def row_episodes(packed: TensorDict) -> list[list[int]]:

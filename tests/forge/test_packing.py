@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from itertools import pairwise
 from typing import Any
 
@@ -19,10 +18,9 @@ from forge.packing import (
     first_fit,
     flatten,
     pack,
-    packed_waste,
     pad,
     padded_cuts,
-    padded_waste,
+    padded_size,
     row_episodes,
 )
 
@@ -65,7 +63,7 @@ def test_packing_loses_no_token_and_invents_none(lengths: list[list[int]], max_t
     check_packed(td)
     order = [episode for row in row_episodes(td) for episode in row]
     assert order == list(range(len(order)))
-    back, whole = pad(td), collate(groups)
+    back, whole = pad([td]), collate(groups)
     check_batch(back)
     rows = first_fit(whole["lengths"].tolist(), max_tokens)
     expected = whole[torch.tensor([episode for row in rows for episode in row])]
@@ -81,7 +79,7 @@ def test_flat_episodes_hold_no_padding_and_come_back_the_same(lengths: list[list
     flat = flatten(whole)
     assert is_packed(flat)
     assert flat["tokens"].shape[0] == int(whole["lengths"].sum())
-    back = pad(flat)
+    back = pad([flat])
     for key in whole.keys():  # noqa: SIM118
         assert torch.equal(back[key], whole[key]), key
 
@@ -120,7 +118,7 @@ def test_packed_episodes_are_packed_again() -> None:
     again = pack([td], first_fit(td["lengths"].tolist(), 5))
     check_packed(again)
     assert again["row_offsets"].tolist() == [0, 5, 9, 12]
-    assert torch.equal(pad(again)["tokens"], pad(td)["tokens"])
+    assert torch.equal(pad([again])["tokens"], pad([td])["tokens"])
 
 
 def test_what_is_in_no_row_is_left_out() -> None:
@@ -174,21 +172,10 @@ def test_padded_cuts_keep_the_budget_padding_included(lengths: list[int], max_to
     assert all(max(lengths[i] for i in cut) * len(cut) <= max_tokens for cut in cuts)
 
 
-def test_waste_is_what_stays_empty_and_what_padding_would_be() -> None:
+def test_the_size_of_padded_cuts_counts_padding() -> None:
     lengths = [10, 6, 4, 4]
-    assert first_fit(lengths, 16) == [[0, 1], [2, 3]]
-    assert packed_waste(lengths, first_fit(lengths, 16), 16) == 1 - 24 / 32
     assert padded_cuts(lengths, 16) == [[0], [1, 2], [3]]
-    assert padded_waste(lengths, 16) == pytest.approx(1 - 24 / (10 + 12 + 4))
-    assert packed_waste([20], [[0]], 16) == 0
-
-
-def test_waste_is_a_share() -> None:
-    rng = random.Random(0)
-    for _ in range(100):
-        lengths = [rng.randint(1, 50) for _ in range(rng.randint(1, 30))]
-        assert 0 <= packed_waste(lengths, first_fit(lengths, 32), 32) < 1
-        assert 0 <= padded_waste(lengths, 64) < 1
+    assert padded_size(lengths, 16) == 10 + 12 + 4
 
 
 # What check_packed refuses

@@ -52,7 +52,7 @@ def test_no_padding_is_kept() -> None:
 def test_a_group_comes_back_as_it_was_added(versions: list[list[int]]) -> None:
     td = group(*versions)
     record = store(td, 3)
-    back = pad(record.group)
+    back = pad([record.group])
     td["group_id"] = torch.full_like(td["group_id"], 3)
     expected = collate([td])
     for key in expected.keys():  # noqa: SIM118
