@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -10,8 +11,17 @@ import torch
 from forge.batch import make_group
 from forge.errors import RewardError, SchemaError, StalenessError
 from replay.buffer import ReplayBuffer
+from replay.policies import POLICIES, Policy, uniform
 from replay.staleness import Admission, Ticket
 from replay.storage import Record, summarize
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 def group(*versions: list[int], rewards: list[float] | None = None) -> Record:
@@ -25,6 +35,13 @@ def make(max_staleness: int, groups_per_step: int, **options: object) -> tuple[R
     """A buffer and all its tickets, reserved."""
     buffer = ReplayBuffer(Admission(max_staleness, groups_per_step), **options)  # type: ignore[arg-type]
     return buffer, list(iter(buffer.reserve, None))
+
+
+def add_one(buffer: ReplayBuffer, version: int) -> None:
+    """Reserves a group, and adds it with tokens of `version`."""
+    ticket = buffer.reserve()
+    assert ticket is not None
+    buffer.add(ticket, group([version], [version]))
 
 
 def taken(buffer: ReplayBuffer, policy_version: int) -> list[int] | None:
@@ -69,8 +86,9 @@ def test_a_failed_group_makes_way_for_the_next_one() -> None:
     assert buffer.sample(0) is not None
 
 
-def test_queued_groups_that_age_past_the_bound_are_dropped_counted_and_their_slots_returned() -> None:
-    buffer, tickets = make(2, 1)
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_queued_groups_that_age_past_the_bound_are_dropped_counted_and_their_slots_returned(policy: Policy) -> None:
+    buffer, tickets = make(2, 1, policy=policy)
     for ticket in tickets:
         buffer.add(ticket, group([0, 0], [0, 0, 0]))
     assert buffer.sample(5) is None
@@ -83,6 +101,22 @@ def test_queued_groups_that_age_past_the_bound_are_dropped_counted_and_their_slo
     assert fresh is not None
     buffer.add(fresh, group([5], [5]))
     assert buffer.sample(5) is not None
+
+
+def test_a_version_that_jumps_while_groups_are_in_flight_stops_admission_and_never_the_bound() -> None:
+    """The counter of other systems counts such groups twice, or never again."""
+    clock = Clock()
+    buffer, tickets = make(1, 2, clock=clock)
+    assert buffer.sample(5) is None
+    assert buffer.admission.free == 0
+    for ticket, version in zip(tickets, (0, 3, 4, 5), strict=True):
+        buffer.add(ticket, group([version], [version]))
+    assert buffer.counts.groups_expired == 2
+    assert taken(buffer, 5) == [2, 3]
+    assert buffer.admission.free == 0
+    buffer.release(6)
+    admitted = list(iter(buffer.reserve, None))
+    assert [ticket.version for ticket in admitted] == [6] * 4
 
 
 def test_staleness_counts_from_the_oldest_token_of_any_episode() -> None:
@@ -198,3 +232,173 @@ def test_the_texts_of_the_deadlines_name_versions_and_groups() -> None:
     assert missing.startswith("1 of the next 2 groups are complete; running: seq 3 since 12.5 s;")
     buffer.fail(tickets[3])
     assert "not reserved by any rollout loop yet: 1" in buffer.describe_missing()
+
+
+# --- stragglers
+
+
+def stalled(count: int, missing: int, max_staleness: int = 0) -> tuple[ReplayBuffer, list[Ticket], Clock]:
+    """A buffer whose first `missing` groups run for ever, while the other ones are complete."""
+    clock = Clock()
+    buffer, tickets = make(max_staleness, count, clock=clock)
+    for ticket in tickets[missing:]:
+        buffer.add(ticket, group([0], [0]))
+    return buffer, tickets, clock
+
+
+def test_the_one_of_128_that_never_comes_is_dropped_counted_and_replaced() -> None:
+    buffer, tickets, clock = stalled(128, 1)
+    clock.now = 599.0
+    assert buffer.sample(0) is None
+    assert buffer.drop_stragglers(600.0) == 0
+    clock.now = 600.0
+    assert buffer.straggling_since(default=-1.0) == 0.0
+    assert buffer.drop_stragglers(600.0) == 1
+    assert (buffer.counts.groups_straggled, buffer.admission.free) == (1, 1)
+    fresh = buffer.reserve()
+    assert fresh is not None
+    assert buffer.sample(0) is None
+    assert buffer.drop_stragglers(600.0) == 0, "a group that has just begun is no straggler"
+    buffer.add(fresh, group([0], [0]))
+    assert taken(buffer, 0) == list(range(1, 129))
+    assert tickets[0].seq == 0
+
+
+def test_a_straggler_that_comes_late_is_wasted_and_no_error() -> None:
+    buffer, tickets, clock = stalled(2, 2)
+    clock.now = 10.0
+    assert buffer.drop_stragglers(5.0) == 2
+    free = buffer.admission.free
+    buffer.add(tickets[0], group([0, 0], [0], rewards=[1.0, 1.0]))
+    assert (buffer.counts.tokens_wasted, buffer.counts.episodes_dropped) == (3, 2)
+    assert (buffer.counts.groups_degenerate, buffer.counts.groups_failed) == (0, 0)
+    assert list(buffer.outcomes) == [(3, True), (2, True)]
+    buffer.fail(tickets[1])
+    assert (buffer.admission.free, buffer.num_queued, buffer.counts.groups_failed) == (free, 0, 0)
+    for ticket in tickets:
+        with pytest.raises(StalenessError, match="is not running"):
+            buffer.add(ticket, group([0], [0]))
+
+
+def test_no_more_stragglers_are_dropped_than_it_takes_to_complete_the_batch() -> None:
+    clock = Clock()
+    buffer, tickets = make(1, 2, clock=clock)
+    buffer.add(tickets[3], group([0], [0]))
+    buffer.add(tickets[2], group([0], [0]))
+    assert taken(buffer, 0) == [2, 3]
+    buffer.release(1)
+    for ticket in iter(buffer.reserve, None):
+        buffer.add(ticket, group([1], [1]))
+    buffer.add(tickets[1], group([0], [0]))
+    assert buffer.sample(1) is None
+    clock.now = 10.0
+    assert buffer.drop_stragglers(10.0) == 1
+    assert taken(buffer, 1) == [1, 4]
+
+
+def test_a_group_that_the_batch_does_not_wait_for_is_never_a_straggler() -> None:
+    buffer, tickets, clock = stalled(2, 2, max_staleness=1)
+    clock.now = 10**6
+    assert buffer.straggling_since(default=-1.0) == -1.0
+    assert buffer.drop_stragglers(0.0) == 0
+    assert taken(buffer, 0) == [2, 3]
+    assert [ticket.seq for ticket in buffer.running] == [tickets[0].seq, tickets[1].seq]
+
+
+# --- groups that are used again
+
+
+def test_a_group_is_in_so_many_batches_and_holds_a_slot_until_the_first() -> None:
+    buffer = ReplayBuffer(Admission(3, 2), max_uses=2)
+    for _ in range(2):
+        add_one(buffer, version=0)
+    assert taken(buffer, 0) == [0, 1]
+    assert buffer.admission.live == 0
+    add_one(buffer, version=0)
+    assert taken(buffer, 1) == [0, 1], "nothing is due yet, so the order of reservation decides"
+    assert taken(buffer, 2) is None, "two uses are over"
+    add_one(buffer, version=0)
+    assert taken(buffer, 2) == [2, 3]
+    assert (buffer.counts.groups_trained, buffer.counts.episodes_trained) == (6, 12)
+    assert len(buffer.outcomes) == 8, "an episode ends once"
+    assert buffer.admission.unreleased == 6, "a batch holds its slots whatever is in it"
+
+
+def test_a_group_past_its_bound_is_not_used_again_and_not_counted_as_dropped() -> None:
+    buffer, tickets = make(1, 1, max_uses=9)
+    for ticket in tickets:
+        buffer.add(ticket, group([0], [0]))
+    assert [taken(buffer, version) for version in range(2)] == [[0], [1]], "the second one was due at 1"
+    buffer.release(2)
+    assert buffer.sample(2) is None
+    assert (buffer.counts.groups_expired, buffer.counts.tokens_wasted) == (0, 0)
+
+
+def test_at_bound_0_nothing_is_used_again() -> None:
+    buffer, _ = make(0, 1, max_uses=9)
+    for version in range(4):
+        for ticket in [*buffer.running, *iter(buffer.reserve, None)]:
+            buffer.add(ticket, group([version], [version]))
+        assert taken(buffer, version) == [version]
+        assert buffer.sample(version + 1) is None
+        buffer.release(version + 1)
+
+
+# --- saved, restored, served again
+
+
+def test_what_is_saved_goes_on_in_another_process_with_its_ages_and_counts() -> None:
+    clock = Clock()
+    buffer, tickets = make(1, 2, clock=clock, degenerate="drop", max_degenerate_in_a_row=3, seed=5)
+    clock.now = 7.0
+    for ticket in tickets[2:]:
+        buffer.add(ticket, group([0], [0]))
+    buffer.add(tickets[1], group([0], [0], rewards=[1.0, 1.0]))
+    clock.now = 9.0
+    state = pickle.loads(pickle.dumps(buffer.state_dict()))
+    restored, _ = make(1, 2, clock=lambda: 1000.0, degenerate="drop", max_degenerate_in_a_row=3)
+    restored.load_state_dict(state)
+    assert restored.counts == buffer.counts
+    assert restored.running == buffer.running == [tickets[0]]
+    assert restored.straggling_since(default=0.0) == 0.0
+    choice = restored.sample(0)
+    assert choice is not None
+    assert (choice.seqs, choice.ages_s) == ([2, 3], [2.0, 2.0])
+    assert restored.admission.free == 1
+    assert restored.state_dict()["seed"] == 5
+    assert buffer.num_queued == 2, "restoring changed what was saved from"
+    restored.add(tickets[0], group([0], [0], rewards=[1.0, 1.0]))
+    with pytest.raises(RewardError, match="3 groups in a row"):
+        restored.add(restored.reserve() or tickets[0], group([0], [0], rewards=[1.0, 1.0]))
+
+
+def test_batches_trained_after_the_checkpoint_are_served_again_as_they_were() -> None:
+    buffer, _ = make(2, 2, policy=uniform, seed=1)
+    saved = buffer.state_dict()
+    recorded: list[list[int]] = []
+    for version in range(8):
+        if version == 4:
+            saved, recorded = buffer.state_dict(), []
+        for ticket in [*buffer.running, *iter(buffer.reserve, None)]:
+            buffer.add(ticket, group([version], [version]))
+        choice = buffer.sample(version)
+        assert choice is not None
+        recorded.append(choice.seqs)
+        buffer.release(version + 1)
+    again, _ = make(2, 2, policy=uniform, seed=2)
+    again.load_state_dict(saved)
+    for ticket in iter(again.reserve, None):
+        again.add(ticket, group([4], [4]))
+    first = recorded[0]
+    assert again.take(4, first).seqs == first
+    assert again.admission.next_version == 5
+    with pytest.raises(StalenessError, match=r"batch of policy_version 5 cannot be served again: .*not complete here"):
+        again.take(5, first)
+
+
+def test_a_batch_of_another_size_is_not_served_again() -> None:
+    buffer, tickets = make(0, 2)
+    for ticket in tickets:
+        buffer.add(ticket, group([0], [0]))
+    with pytest.raises(StalenessError, match="a batch has 2"):
+        buffer.take(0, [0])
