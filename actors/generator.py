@@ -294,6 +294,8 @@ class Replica:
         return await self.mesh.stage.call_one(offer)
 
     async def flip(self, version: int) -> float:
+        if self.config.lora_rank:
+            return 0.0  # an adapter serves as soon as it is staged
         self.flipping = True
         try:
             return await self.mesh.flip.call_one(version)

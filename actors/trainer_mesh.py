@@ -32,6 +32,7 @@ _ANSWER_S = 60.0
 """How long an actor may take to answer what costs it nothing, seconds."""
 _TRANSFERS = 8
 """Replicas that a rank sends to at the same time."""
+_NOTHING_OFFERED: tuple[int, int, list[RankOffer]] = (-1, -1, [])
 
 
 class TrainerActor(Actor):
@@ -92,8 +93,9 @@ class TrainerActor(Actor):
         return await self._run(lambda: self._ready.connect(dtype, sync, transport, folder))
 
     @concurrent_endpoint
-    async def snapshot(self, version: int, buffer: int) -> float:
-        return await self._run(lambda: self._ready.publisher.snapshot(version, buffer))
+    async def snapshot(self, version: int, buffer: int) -> tuple[float, RankOffer | None]:
+        publisher = self._ready.publisher
+        return await self._run(lambda: (publisher.snapshot(version, buffer), publisher.offer_at_once(version, buffer)))
 
     @concurrent_endpoint
     async def add_peer(self, peer: str, needed: Needed) -> None:
@@ -156,6 +158,7 @@ class TrainerMesh:
         self._mesh, self._config, self._publish_dtype = mesh, config, publish_dtype
         self._sync, self._transport, self._folder = sync or WeightSyncConfig(), transport, folder
         self.world = world
+        self._offered = _NOTHING_OFFERED
 
     async def setup(self) -> None:
         """Loads the model on every rank; the ranks of one mesh form one process group."""
@@ -184,11 +187,17 @@ class TrainerMesh:
         await self._mesh.add_peer.call(peer, needed)
 
     async def snapshot(self, version: int, buffer: int) -> float:
-        return max(seconds for _, seconds in await self._mesh.snapshot.call(version, buffer))
+        results = [result for _, result in await self._mesh.snapshot.call(version, buffer)]
+        self._offered = version, buffer, [share for _, share in results if share is not None]
+        return max(seconds for seconds, _ in results)
 
     async def offer(self, version: int, buffer: int, base: int) -> Offer:
         """What receivers are told of a snapshot, put together from all ranks; runs behind training."""
-        shares = [share for _, share in await self._mesh.offer.call(version, buffer, base)]
+        *snapshot, shares = self._offered
+        if snapshot == [version, buffer] and shares:
+            self._offered = _NOTHING_OFFERED  # a second try is computed anew
+        else:
+            shares = [share for _, share in await self._mesh.offer.call(version, buffer, base)]
         offer = combine(shares, self._endpoint, version, buffer, base)
         if self._transport == "file":
             (_, where), *_ = await self._mesh.prepare.call(offer)

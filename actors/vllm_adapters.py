@@ -1,8 +1,8 @@
 """The LoRA adapters of one engine: a version comes in while it decodes, each request keeps the one it began with.
 
-No flip and no pause: requests that start from now on name the new adapter. An old one gives its place to a new one
-once the last request that uses it has ended; a version that finds all places taken waits for that. Which version lies
-in which of the engine's slots is known here alone; the workers fill slots.
+No flip and no pause: once it is there, requests that start name the new adapter. An old one gives its place to a new
+one once the last request that uses it has ended; a version that finds all places taken waits for that. Which version
+lies in which of the engine's slots is known here alone; the workers fill slots.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ class EngineAdapters:
     def __init__(self, stage: Stage, capacity: int) -> None:
         self._stage = stage
         self._registry = AdapterRegistry(capacity)
-        self._staged: tuple[int, int] | None = None  # version and slot of an adapter that is there and does not serve
         self._ended = asyncio.Event()
 
     @property
@@ -76,32 +75,25 @@ class EngineAdapters:
         return LoRARequest(adapter_name(version), adapter_id(self._registry.slot(version)), "memory")
 
     async def stage(self, offer: Offer) -> float:
-        """Brings an adapter in beside those that serve; returns the seconds that it took in the workers.
+        """Brings an adapter in beside those that serve; requests that start afterwards use it. Returns the seconds that
+        it took in the workers.
 
         Waits while no slot can be had. A version that is here already, as after a reconnect, is left as it is. Raises
         WeightSyncError when it cannot be brought in; the old ones serve on.
         """
         if offer.version in self.held:
             return 0.0
-        self._staged = None  # its slot may be the one that is written to now
         while (slot := self._registry.free_slot) is None:
             self._ended.clear()
             await self._ended.wait()
         newest = self._registry.newest
         seconds = await self._stage(offer, slot, "the base model" if newest is None else f"version {newest}")
-        self._staged = offer.version, slot
+        self._registry.add(offer.version, slot)
         return seconds
 
-    async def flip(self, version: int) -> float:
-        """Requests that start from now on use the staged `version`; returns 0.0, for nothing stands still.
-
-        Raises WeightSyncError when it has not been staged.
-        """
+    def check_serving(self, version: int) -> None:
+        """What is left of a flip. Raises WeightSyncError when `version` has not been staged, or is not the newest."""
         if version != self._registry.newest:
-            if self._staged is None or self._staged[0] != version:
-                raise WeightSyncError(
-                    f"adapter version {version} is not staged, the engine holds {self._registry.describe()}"
-                )
-            self._registry.add(*self._staged)
-            self._staged = None
-        return 0.0
+            raise WeightSyncError(
+                f"adapter version {version} does not serve, the engine holds {self._registry.describe()}"
+            )

@@ -131,6 +131,13 @@ class Publisher:
             self._base_version = version
         return RankOffer(nbytes, self._sums(snapshot) if self._config.checksums else [])
 
+    def offer_at_once(self, version: int, buffer: int) -> RankOffer | None:
+        """The offer of a snapshot that was just made, where it costs less than the message that would ask for it: of an
+        adapter in host memory. None elsewhere.
+        """
+        small = self.endpoint.adapter is not None and self._base is None and self._tensors[0].device.type == "cpu"
+        return self.offer(version, buffer, -1) if small else None
+
     def _sums(self, snapshot: torch.Tensor) -> list[int]:
         if self.endpoint.adapter is not None and self._layout == self.endpoint.layout:
             return sum_as_one(snapshot, self._layout)
@@ -206,4 +213,4 @@ def _in_place(full: Layout, boxes: Mapping[str, Box]) -> Layout | None:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
