@@ -1,14 +1,15 @@
-"""Admission by slots: the arithmetic of the bound."""
+"""Admission by slots, and which groups a batch must hold: the arithmetic of the bound."""
 
 from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 
 import pytest
 
 from forge.errors import ConfigError, StalenessError
-from replay.staleness import Admission
+from replay.staleness import Admission, choose, needs
 
 GRID = list(itertools.product(range(4), range(1, 4)))
 
@@ -98,3 +99,101 @@ def test_a_policy_version_that_goes_back_is_an_error() -> None:
 def test_a_bound_or_batch_that_cannot_work_is_refused(arguments: tuple[int, int], named: str) -> None:
     with pytest.raises(ConfigError, match=f"{named} must be >= .*, got"):
         Admission(*arguments)
+
+
+def test_a_batch_with_groups_that_were_trained_before_takes_fewer_live_ones_and_all_its_slots() -> None:
+    admission = Admission(1, 2)
+    for _ in range(3):
+        admission.reserve()
+    admission.consume(0, num_live=1)
+    assert (admission.live, admission.unreleased, admission.free) == (2, 2, 0)
+    admission.release(1)
+    assert admission.free == 2
+
+
+def test_a_restored_admission_goes_on_where_it_was_saved() -> None:
+    admission = Admission(1, 2, start_version=3)
+    admission.reserve()
+    admission.reserve()
+    admission.consume(3)
+    restored = Admission(1, 2)
+    restored.load_state_dict(admission.state_dict())
+    assert restored.state_dict() == admission.state_dict()
+    assert restored.reserve() == admission.reserve()
+
+
+# --- what a batch must hold
+
+
+def keeps_f(versions: list[int], policy_version: int, bound: int, count: int) -> bool:
+    """F, by its definition: batches policy_version..d have places for all that may be trained at d at the latest."""
+    latest = max(versions, default=0) + bound
+    return all(
+        sum(v + bound <= d for v in versions) <= (d - policy_version + 1) * count
+        for d in range(policy_version, latest + 1)
+    ) and all(v + bound >= policy_version for v in versions)
+
+
+def drawn(rng: random.Random) -> tuple[int, int, int, list[int]]:
+    """A bound, a batch size, a version and groups for which F holds."""
+    while True:
+        bound, count, at = rng.randint(0, 3), rng.randint(1, 3), rng.randint(0, 5)
+        versions = [rng.randint(max(0, at - bound), at) for _ in range(rng.randint(count, (bound + 1) * count))]
+        if keeps_f(versions, at, bound, count):
+            return bound, count, at, versions
+
+
+def test_a_batch_that_meets_the_needs_and_no_other_keeps_f_at_the_next_version() -> None:
+    rng = random.Random(0)
+    refused = 0
+    for _ in range(2000):
+        bound, count, at, versions = drawn(rng)
+        needed = needs(Counter(versions), at, bound, count)
+        for batch in itertools.combinations(range(len(versions)), count):
+            meets = all(sum(versions[i] <= v for i in batch) >= n for v, n in needed.items())
+            left = [v for i, v in enumerate(versions) if i not in batch]
+            assert meets == keeps_f(left, at + 1, bound, count)
+            refused += not meets
+    assert refused > 1000, "every batch would have done"
+
+
+def test_the_chosen_batch_is_the_most_preferred_of_all_that_meet_the_needs() -> None:
+    rng = random.Random(1)
+    passed_over = 0
+    for _ in range(2000):
+        bound, count, at, versions = drawn(rng)
+        needed = needs(Counter(versions), at, bound, count)
+        order = rng.sample(range(len(versions)), len(versions))
+        chosen = choose(order, versions.__getitem__, needed, count)
+        allowed = (
+            batch
+            for batch in itertools.combinations(order, count)
+            if all(sum(versions[i] <= v for i in batch) >= n for v, n in needed.items())
+        )
+        assert chosen == list(next(allowed)), "combinations come in the order of preference"
+        passed_over += chosen != order[:count]
+    assert passed_over > 100, "the needs never mattered"
+
+
+def test_a_group_without_a_slot_takes_a_place_and_meets_no_need() -> None:
+    versions = [None, 1, 0, 1]
+    needed = needs(Counter({0: 1, 1: 2}), 0, 0, 3)
+    assert needed == {0: 1, 1: 0}
+    assert choose([0, 1, 2, 3], versions.__getitem__, needed, 3) == [0, 1, 2]
+    assert choose([0, 1, 3, 2], versions.__getitem__, needed, 3) == [0, 1, 2], "the last place was due"
+
+
+def test_where_f_is_broken_a_batch_is_chosen_all_the_same() -> None:
+    versions = [0, 0, 0, 0, 1]
+    needed = needs(Counter(versions), 4, 1, 2)
+    assert max(needed.values()) == 2
+    assert choose([4, 3, 2, 1, 0], versions.__getitem__, needed, 2) == [3, 2]
+
+
+@pytest.mark.parametrize(("max_staleness", "groups_per_step"), GRID)
+def test_admission_cannot_be_wider(max_staleness: int, groups_per_step: int) -> None:
+    """One group more than there are slots, all of the released version: no order of batches keeps the bound."""
+    admission = Admission(max_staleness, groups_per_step)
+    versions = [ticket.version for ticket in iter(admission.reserve, None)]
+    assert keeps_f(versions, 0, max_staleness, groups_per_step)
+    assert not keeps_f([*versions, admission.released], 0, max_staleness, groups_per_step)
