@@ -20,8 +20,8 @@ the oldest checkpoint that is kept. A run that is not pruned is a recording (rep
 
 Who waits for whom: `append` for nobody. The writer thread waits for events; within 20 ms of one it encodes and
 writes all that are there (what is written survives a kill of the process), and syncs once the oldest event that
-is not synced is `interval_s` old (what is synced survives the machine). It never works longer than CHUNK bytes of
-events and CHUNK bytes of a snapshot without looking at the clock, so a snapshot of any size holds up no event.
+is not synced is `interval_s` old (what is synced survives the machine). It never writes more than
+16 MiB of events and 4 MiB of a snapshot without looking at the clock, so a snapshot of any size holds up no event.
 `room` waits while `queue_bytes` are queued or the oldest event is two intervals old: on a disk that cannot keep up
 the producers slow down to its pace, and after `wait_s` the run fails with a RunFolderError that says so.
 

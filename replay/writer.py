@@ -22,8 +22,11 @@ from replay.events import Add, Event, ReplayState, Start, Tokens
 from replay.frames import MARK, encode
 from replay.segments import KINDS, log_path, numbers, snapshot_path, state_records
 
-CHUNK = 8 << 20
-"""Bytes of events, and of a snapshot, that are written before the clock is looked at again."""
+CHUNK = 4 << 20
+"""Bytes of a snapshot that are written before the clock is looked at again."""
+EVENTS_FIRST = 4
+"""Bytes of events that may be written for each byte of a snapshot: what is left over is enough for a snapshot to
+end, and events that come at less than four fifths of the disk's pace do not queue up behind it."""
 _RECORD = 512
 """Bytes that a record is taken for beside its tensors."""
 
@@ -170,7 +173,7 @@ class Writer:
         return max(0.0, self._unsynced_since + self.interval_s - self.clock())
 
     def turn(self) -> None:
-        """Writes CHUNK bytes of events and of a snapshot at most, and syncs what is due."""
+        """Writes EVENTS_FIRST * CHUNK bytes of events and CHUNK bytes of a snapshot at most, and syncs what is due."""
         if self.failure is None:
             try:
                 self._write_events()
@@ -200,7 +203,7 @@ class Writer:
     def _write_events(self) -> None:
         records: list[bytearray] = []
         size = 0
-        while self._items and size < CHUNK:
+        while self._items and size < CHUNK * EVENTS_FIRST:
             item = self._items.popleft()
             self._popped_bytes += item.nbytes
             if item.event is not None:
@@ -210,9 +213,9 @@ class Writer:
                 if self._unsynced_since is None:
                     self._unsynced_since = item.at
             elif item.action is not None:
-                self._append(records)
-                records = []
                 try:
+                    self._append(records)
+                    records = []
                     item.action()
                 except BaseException:
                     self._items.appendleft(item)  # whoever waits for it is told
