@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,20 @@ _ABORT_AGAIN_S = 0.01
 _LOCAL_SHARE = 0.9
 _ANSWER_S = 60.0
 """How long an actor may take to answer what costs it nothing, seconds."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Tokens of a call that still runs: those of completion `place` behind its first `offset`.
+
+    `finish` says why the completion ended with them, and is empty while it goes on.
+    """
+
+    request_id: str
+    place: int
+    offset: int
+    tokens: Completion
+    finish: str
 
 
 @dataclass
@@ -137,6 +151,8 @@ class Generator:
         self._reader: RdmaReader | None = None
         self._calls = itertools.count()
         self._request_ids: dict[str, list[str]] = {}
+        self._ended: dict[str, Completion] = {}
+        self._told: dict[str, int] = {}
 
     async def setup(self, warm_up: Sequence[int] = ()) -> None:
         """Starts the engine; a first request on `warm_up` pays for what the engine compiles lazily."""
@@ -151,40 +167,85 @@ class Generator:
         seeds: Sequence[int],
         max_new_tokens: int | None = None,
         request_id: str = "",
+        *,
+        begun: Mapping[int, Completion] | None = None,
+        wanted: int = 0,
     ) -> list[Completion]:
         """One completion for each prompt, sampled concurrently. Cancelling aborts what still runs.
 
-        `request_id` (unique among running calls) is what `abort` takes.
+        `request_id` (unique among running calls) is what `abort` takes and `progress` tells. `begun` has what an
+        earlier engine had of the completions, by their place. Once `wanted` (0: all) have ended, the others are cut
+        where they are: `finish_reason` "cut".
         """
         limit = max_new_tokens or self._config.max_new_tokens
         name = request_id or f"call{next(self._calls)}"
         ids = self._request_ids[name] = [f"{name}/{i}" for i in range(len(prompts))]
+        begun = begun or {}
+        self._told |= {ids[place]: len(part.token_ids) for place, part in begun.items()}
         requests: list[asyncio.Future[Completion]] = []
         try:
             requests = [
-                asyncio.ensure_future(self._request(prompt, limit, seed, id))
-                for prompt, seed, id in zip(prompts, seeds, ids, strict=True)
+                asyncio.ensure_future(self._request(prompt, limit, seed, id, begun.get(place)))
+                for place, (prompt, seed, id) in enumerate(zip(prompts, seeds, ids, strict=True))
             ]
             return await within(
                 self._config.request_timeout_s,
                 f"{len(prompts)} completions of {name}",
-                asyncio.gather(*requests),
+                self._first(wanted or len(prompts), requests, name),
             )
         finally:
             # Left early, by an error, a deadline or a cancellation: what still runs is aborted.
             for request in requests:
                 request.cancel()
             del self._request_ids[name]
+            for id in ids:
+                self._ended.pop(id, None)
+                self._told.pop(id, None)
 
-    async def _request(self, prompt: Sequence[int], limit: int, seed: int, request_id: str) -> Completion:
-        return await self._engine.generate(
+    async def _first(self, wanted: int, requests: list[asyncio.Future[Completion]], name: str) -> list[Completion]:
+        """All completions; those that were not among the first `wanted` to end are cut."""
+        running = set(requests)
+        while len(requests) - len(running) < wanted:
+            ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for request in ended:
+                request.result()  # raises what went wrong with it
+        if running:
+            aborting = asyncio.ensure_future(self.abort(name))
+            try:
+                await asyncio.wait(running)
+            finally:
+                aborting.cancel()
+        for request in running:
+            request.result().finish_reason = "cut"
+        return [request.result() for request in requests]
+
+    async def _request(
+        self, prompt: Sequence[int], limit: int, seed: int, request_id: str, begun: Completion | None
+    ) -> Completion:
+        completion = await self._engine.generate(
             prompt,
             self._config.sampling,
             max_tokens=limit,
             seed=seed,
             stop_ids=self._stop_ids,
             request_id=request_id,
+            begun=begun,
         )
+        self._ended[request_id] = completion
+        return completion
+
+    def progress(self) -> list[Progress]:
+        """What the running calls have sampled since this was called last, a part for each completion."""
+        sampled, parts = self._engine.sampled(), []
+        for name, ids in self._request_ids.items():
+            for place, id in enumerate(ids):
+                ended, told = self._ended.pop(id, None), self._told.get(id, 0)
+                whole = ended or sampled.get(id)
+                if whole and (ended or len(whole.token_ids) > told):
+                    finish = ended.finish_reason if ended else ""
+                    parts.append(Progress(name, place, told, whole.after(told), finish))
+                    self._told[id] = len(whole.token_ids)
+        return parts
 
     async def abort(self, request_id: str) -> None:
         """Ends the call `request_id` early; it returns what was sampled, `finish_reason` "abort"."""
@@ -242,8 +303,14 @@ class GeneratorActor(Actor):
         seeds: Sequence[int],
         max_new_tokens: int | None = None,
         request_id: str = "",
+        begun: Mapping[int, Completion] | None = None,
+        wanted: int = 0,
     ) -> list[Completion]:
-        return await self._generator.generate(prompts, seeds, max_new_tokens, request_id)
+        return await self._generator.generate(prompts, seeds, max_new_tokens, request_id, begun=begun, wanted=wanted)
+
+    @concurrent_endpoint
+    async def progress(self) -> list[Progress]:
+        return self._generator.progress()
 
     @concurrent_endpoint
     async def abort(self, request_id: str) -> None:
@@ -310,17 +377,30 @@ class Generators:
         self.replicas = list(replicas)
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], max_new_tokens: int | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        max_new_tokens: int | None = None,
+        request_id: str = "",
+        *,
+        begun: Mapping[int, Completion] | None = None,
+        wanted: int = 0,
     ) -> list[Completion]:
+        """See `Generator.generate`."""
         replica = min(self.replicas, key=lambda r: (r.flipping, r.running))
         replica.running += len(prompts)
-        call = replica.mesh.generate.call_one(prompts, seeds, max_new_tokens)
+        call = replica.mesh.generate.call_one(prompts, seeds, max_new_tokens, request_id, begun, wanted)
         try:
             return await within(
                 replica.config.request_timeout_s + _ANSWER_S, f"{len(prompts)} completions of {replica.name}", call
             )
         finally:
             replica.running -= len(prompts)
+
+    async def progress(self) -> list[Progress]:
+        """What running calls have sampled since the last time; costs no decode step anything."""
+        calls = asyncio.gather(*(r.mesh.progress.call_one() for r in self.replicas))
+        return [part for parts in await within(_ANSWER_S, "the generators' progress", calls) for part in parts]
 
     async def peak_memory(self) -> dict[str, int]:
         """Bytes by replica, engine processes included."""

@@ -6,7 +6,7 @@ Plain functions; a user's own rollout is another function with the same result.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,7 +25,14 @@ class Generates(Protocol):
     """Anything that continues prompts: `actors.generator.Generators`, one replica, or a user's own."""
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], max_new_tokens: int | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        max_new_tokens: int | None = None,
+        request_id: str = "",
+        *,
+        begun: Mapping[int, Completion] | None = None,
+        wanted: int = 0,
     ) -> list[Completion]: ...
 
 
@@ -41,6 +48,19 @@ class References(Protocol):
     async def logprobs(self, group: TensorDict) -> torch.Tensor: ...
 
 
+class Begun(Protocol):
+    """An episode as far as it had come: three tensors `[n]`, and why it ended, or "" where it did not."""
+
+    @property
+    def tokens(self) -> torch.Tensor: ...
+    @property
+    def logprobs(self) -> torch.Tensor: ...
+    @property
+    def versions(self) -> torch.Tensor: ...
+    @property
+    def finish(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class Rollout:
     """A Group `[G]` with rewards and advantages, and what it came from: texts and reward parts, one per episode."""
@@ -48,6 +68,8 @@ class Rollout:
     group: TensorDict
     samples: list[Sample]
     scores: Scores
+    num_tokens_cut: int = 0
+    """Sampled tokens of the episodes beyond `group_size` that were cut."""
 
     @property
     def num_tokens(self) -> int:
@@ -72,14 +94,26 @@ async def rollout_group(
     decode: Callable[[Sequence[int]], str],
     seed: int,
     reference: References | None = None,
+    oversample: int = 0,
+    begun: Mapping[int, Begun] | None = None,
 ) -> Rollout:
     """Samples `group_size` episodes of `prompt`, scores them and computes their advantages.
 
     Seeds derive from `seed`, `group_id` and the episode's place, so that a request gives the same tokens in any
-    batch under equal weights. `reference` is asked only when given.
+    batch under equal weights. `reference` is asked only when given. With `oversample`, as many episodes more are begun
+    and the first `group_size` to end make the group: no straggler holds it up, and long episodes are rarer in it than
+    in the policy's own distribution. `begun` has the tokens that unfinished episodes had before a crash, by place.
     """
-    seeds = [episode_seed(seed, group_id, g) for g in range(group_size)]
-    completions = await generators.generate([prompt.token_ids] * group_size, seeds)
+    places = range(group_size + oversample)
+    completions = await generators.generate(
+        [prompt.token_ids] * len(places),
+        [episode_seed(seed, group_id, place) for place in places],
+        request_id=str(group_id),
+        begun={place: _completion(part) for place, part in (begun or {}).items()},
+        wanted=group_size,
+    )
+    cut = sum(len(c.token_ids) for c in completions if c.finish_reason == "cut")
+    completions = [c for c in completions if c.finish_reason != "cut"]
     samples = [_sample(prompt, c, decode) for c in completions]
     scores = await reward.score(samples)
     group = make_group(
@@ -93,13 +127,17 @@ async def rollout_group(
     group["advantages"] = advantages(group["rewards"], advantage, group_size)
     if reference is not None:
         group["ref_logprobs"] = await reference.logprobs(group)
-    return Rollout(group, samples, scores)
+    return Rollout(group, samples, scores, cut)
 
 
 def episode_seed(seed: int, group_id: int, episode: int) -> int:
     """A 31-bit seed, equal on every machine."""
     digest = hashlib.blake2b(f"{seed}/{group_id}/{episode}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def _completion(begun: Begun) -> Completion:
+    return Completion(begun.tokens.tolist(), begun.logprobs.tolist(), begun.versions.tolist(), begun.finish or "abort")
 
 
 def _sample(prompt: Prompt, completion: Completion, decode: Callable[[Sequence[int]], str]) -> Sample:

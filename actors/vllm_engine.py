@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from actors.vllm_adapters import EngineAdapters, LoraOptions
+from actors.vllm_progress import running_tokens
 from forge.child import scratch_folder
 from forge.errors import ConfigError, WeightSyncError
 from weightsync.config import KvMode
@@ -57,6 +58,10 @@ class Completion:
         self.versions += part.versions
         self.finish_reason = part.finish_reason
 
+    def after(self, count: int) -> Completion:
+        """Without the first `count` tokens."""
+        return Completion(self.token_ids[count:], self.logprobs[count:], self.versions[count:], self.finish_reason)
+
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -94,6 +99,8 @@ class VllmEngine:
         self._doors: Doors | None = None
         self._version = 0
         self._running: dict[str, str] = {}
+        self._whole: dict[str, Completion] = {}
+        self._adapters_of: dict[str, int | None] = {}
         self._interrupted: set[str] = set()
         self._left = asyncio.Event()
         self._open = asyncio.Event()
@@ -187,8 +194,11 @@ class VllmEngine:
         seed: int,
         stop_ids: Sequence[int],
         request_id: str = "",
+        begun: Completion | None = None,
     ) -> Completion:
         """Continues one prompt `[tokens]` by at most `max_tokens`; cancelling the call aborts the request.
+
+        `begun` is what an earlier engine had of the completion: it counts as the first of the `max_tokens`.
 
         `abort(request_id)` ends it early with what it has, `finish_reason` "abort". An update that aborts running
         requests (`kv_mode` "abort") does not end it: it goes on from its tokens, under the new weights.
@@ -204,9 +214,16 @@ class VllmEngine:
             )
         name, limit = request_id or f"r{next(self._ids)}", min(max_tokens, room)
         whole = Completion([], [], [], "abort")
+        if begun is not None:
+            whole.extend(begun)
+            limit -= len(begun.token_ids)
+            seed = _later_seed(seed, whole)
+            if limit < 1 or begun.finish_reason in ("stop", "length"):
+                return whole
         async with self._places:
             while True:
                 await self._open.wait()
+                self._whole[name] = whole
                 part = await self._run(name, [*prompt, *whole.token_ids], sampling, limit, seed, stop_ids)
                 whole.extend(part)
                 limit -= len(part.token_ids)
@@ -214,8 +231,22 @@ class VllmEngine:
                 self._interrupted.discard(name)
                 if not interrupted or limit < 1:
                     return whole
-                # Its own stream of random numbers from here on: the old one would begin anew.
-                seed = (seed + _GOLDEN * len(whole.token_ids)) % (1 << 31)
+                seed = _later_seed(seed, whole)
+
+    def sampled(self) -> dict[str, Completion]:
+        """What the running requests have so far, by `request_id`; `finish_reason` "abort", as if they ended here."""
+        so_far = {}
+        tokens = running_tokens(self._engine, self._running.values())
+        for name, running in self._running.items():
+            if running in tokens:
+                ids, logprobs, labels = tokens[running]
+                adapter = self._adapters_of.get(name)
+                versions = [int(label) for label in labels] if adapter is None else [adapter] * len(ids)
+                whole = Completion([], [], [], "abort")
+                whole.extend(self._whole[name])
+                whole.extend(Completion(ids, logprobs, versions, "abort"))
+                so_far[name] = whole
+        return so_far
 
     async def _run(
         self, name: str, prompt: list[int], sampling: Sampling, limit: int, seed: int, stop_ids: Sequence[int]
@@ -246,10 +277,12 @@ class VllmEngine:
         try:
             with self.adapters.use() if self.adapters else contextlib.nullcontext() as adapter:
                 lora = self.adapters.request(adapter) if self.adapters else None
+                self._adapters_of[name] = adapter
                 async for output in self._engine.generate(request, parameters, running, lora_request=lora):
                     final = output
         finally:
-            del self._running[name]
+            del self._running[name], self._whole[name]
+            self._adapters_of.pop(name, None)
             self._left.set()
         if self._breaks != breaks:
             raise WeightSyncError(self._broken or "while this request ran the weights were a mix of two versions")
@@ -394,6 +427,11 @@ class VllmEngine:
         if self._engine is not None:
             self._engine.shutdown(timeout=_SHUTDOWN_S)
             self._engine = None
+
+
+def _later_seed(seed: int, whole: Completion) -> int:
+    """A stream of random numbers of its own for what follows `whole`: the old one would begin anew."""
+    return (seed + _GOLDEN * len(whole.token_ids)) % (1 << 31)
 
 
 def _completion(output: Any, adapter: int | None) -> Completion:

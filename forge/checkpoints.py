@@ -6,13 +6,14 @@ checkpoints/000040/           complete: trainer/ and checkpoint.json
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from forge.errors import RunFolderError
 from forge.run_folder import folder_error
@@ -105,3 +106,76 @@ def sync_folder(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+class SavesState(Protocol):
+    """The trainer as a checkpoint sees it."""
+
+    async def stage_state(self, folder: str) -> None:
+        """Copies the state; it is on its way to `folder` then."""
+
+    async def wait_state(self) -> None:
+        """Until it is there."""
+
+
+class Marks(Protocol):
+    """The replay as a checkpoint sees it."""
+
+    async def mark(self, version: int) -> None:
+        """The state of now is that of `version`."""
+
+    async def marked(self) -> int:
+        """Until it is on the disk; its number."""
+        ...
+
+    async def prune(self, before: int) -> None:
+        """What was marked with smaller numbers is needed no more."""
+
+
+class Saver:
+    """Begins a checkpoint every `every` steps (0: never); the train loop waits for a copy in memory, for no disk.
+
+    One at a time: when a step is due while the last is still being written, it is left out and counted in `skipped`.
+    `record` keeps all of the journal.
+    """
+
+    def __init__(
+        self, checkpoints: Checkpoints, trainer: SavesState, replay: Marks, every: int, *, record: bool = False
+    ) -> None:
+        self._checkpoints, self._trainer, self._replay = checkpoints, trainer, replay
+        self._every, self._record = every, record
+        self._writing: asyncio.Task[None] | None = None
+        self._last = -1
+        self.skipped = 0
+
+    async def after_step(self, version: int) -> None:
+        """Between the step that made `version` and the next batch. Raises what the last checkpoint failed of."""
+        if not self._every or version % self._every:
+            return
+        if self._writing is not None and not self._writing.done():
+            self.skipped += 1
+            return
+        await self._begin(version)
+
+    async def finish(self, version: int) -> None:
+        """At the end: `version` is on the disk. Raises what goes wrong with it."""
+        if self._every and version != self._last and version > 0:
+            await self._begin(version)
+        if self._writing is not None:
+            await self._writing
+
+    async def _begin(self, version: int) -> None:
+        if self._writing is not None:
+            await self._writing
+        path = await asyncio.to_thread(self._checkpoints.begin, version)
+        await self._trainer.stage_state(str(path / "trainer"))
+        await self._replay.mark(version)
+        self._last = version
+        self._writing = asyncio.create_task(self._write(version))
+
+    async def _write(self, version: int) -> None:
+        number, _ = await asyncio.gather(self._replay.marked(), self._trainer.wait_state())
+        await asyncio.to_thread(self._checkpoints.commit, version, {"segment": number})
+        if number >= 0 and not self._record:
+            oldest = (await asyncio.to_thread(self._checkpoints.list))[0]
+            await self._replay.prune(int(oldest.meta["segment"]))

@@ -176,6 +176,10 @@ class PromptStream:
 
     async def next(self) -> Prompt:
         """The next prompt; there always is one. Waits for nothing; each caller gets another prompt."""
+        return self.draw()
+
+    def draw(self) -> Prompt:
+        """`next`, for callers without an event loop."""
         if self._iterator is None:
             self._iterator = iter(self._loader)
         return next(self._iterator)

@@ -103,11 +103,11 @@ class RunLog:
         """What a resumed run goes on from; None: from the start."""
         last_step = None
         if cfg.resume is not None:
-            self.resumed = Checkpoints(Path(cfg.resume) / CHECKPOINTS).latest()
+            self.resumed = Checkpoints(Path(cfg.resume).absolute() / CHECKPOINTS).latest()
             last_step = self.resumed.version if self.resumed else 0
         dir = cfg.resume or cfg.dir
         self.folder = RunFolder(dir, name, config_yaml, tensorboard=cfg.tensorboard, last_step=last_step)
-        self.checkpoints = Checkpoints(self.folder.path / CHECKPOINTS, cfg.keep_checkpoints)
+        self.checkpoints = Checkpoints(self.folder.absolute / CHECKPOINTS, cfg.keep_checkpoints)
         self._terminal: Terminal | None = None
         if cfg.progress:
             live = self._console.is_terminal if live is None else live

@@ -187,6 +187,8 @@ class RunFolder:
         last_step: int | None = None,
     ) -> None:
         self.path, made = _claim(dir, name) if dir is None or last_step is None else (Path(dir), False)
+        self.absolute = self.path.absolute()
+        """The path for processes that may have another current folder."""
         self.checkpoint = self.path / "checkpoint"
         self.metrics_path = self.path / "metrics.jsonl"
         self._queue: queue.SimpleQueue[tuple[Row, bytes, bytes, float] | None] = queue.SimpleQueue()

@@ -7,7 +7,7 @@ carry tickets, numbers and channel handles; tensors go through `forge.channel`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 from monarch.actor import Actor, concurrent_endpoint, endpoint
@@ -16,6 +16,8 @@ from tensordict import TensorDict
 import forge.channel
 from forge.mesh import within
 from replay.config import ReplayConfig
+from replay.events import Tokens
+from replay.persistence import JournalPlace, Prompts
 from replay.service import Channel, Replay, SampledBatch
 from replay.staleness import Ticket
 
@@ -36,8 +38,11 @@ class ReplayActor(Actor):
         pad_id: int = 0,
         reward_name: str = "the reward",
         seed: int = 0,
+        prompts: Callable[[], Prompts] | None = None,
+        journal: JournalPlace | None = None,
     ) -> None:
-        self._replay = Replay(
+        """`prompts` makes the source of prompts, in this process."""
+        self._make = lambda: Replay(
             cfg,
             groups_per_step=groups_per_step,
             degenerate=degenerate,
@@ -45,7 +50,21 @@ class ReplayActor(Actor):
             pad_id=pad_id,
             reward_name=reward_name,
             seed=seed,
+            prompts=prompts() if prompts else None,
+            journal=journal,
         )
+        self._made: Replay | None = None
+
+    @property
+    def _replay(self) -> Replay:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    @endpoint
+    async def setup(self) -> str:
+        """Makes the replay, which raises what `Replay` raises; returns what it goes on from (`Replay.resumed`)."""
+        return self._replay.resumed
 
     @concurrent_endpoint
     async def reserve(self) -> Ticket | None:
@@ -71,6 +90,31 @@ class ReplayActor(Actor):
     async def release(self, version: int) -> None:
         """See `Replay.release`."""
         await self._replay.release(version)
+
+    @endpoint
+    async def progress(self, parts: Sequence[Tokens]) -> None:
+        """See `Replay.progress`."""
+        await self._replay.progress(parts)
+
+    @endpoint
+    async def mark(self, version: int) -> None:
+        """See `Replay.mark`."""
+        await self._replay.mark(version)
+
+    @concurrent_endpoint
+    async def marked(self) -> int:
+        """See `Replay.marked`."""
+        return await self._replay.marked()
+
+    @endpoint
+    async def prune(self, before: int) -> None:
+        """See `Replay.prune`."""
+        await self._replay.prune(before)
+
+    @concurrent_endpoint
+    async def shut_down(self) -> None:
+        """See `Replay.shut_down`."""
+        await self._replay.shut_down()
 
     @endpoint
     async def why_waiting(self) -> str:
@@ -101,6 +145,10 @@ class ReplayClient:
         self._channel = channel
         self._answer_s = answer_s
         self._returning: set[asyncio.Task[None]] = set()
+
+    async def setup(self) -> str:
+        """Makes the replay; returns what it goes on from, "" in a new run. Raises what `Replay` raises."""
+        return await self._call("setup", self._mesh.setup.call_one())
 
     async def reserve(self) -> Ticket | None:
         """See `Replay.reserve`. A caller that is cancelled while it waits leaves no slot taken."""
@@ -135,6 +183,26 @@ class ReplayClient:
     async def close(self) -> None:
         """See `Replay.close`."""
         await self._call("close_replay", self._mesh.close_replay.call_one())
+
+    async def progress(self, parts: Sequence[Tokens]) -> None:
+        """See `Replay.progress`."""
+        await self._call("progress", self._mesh.progress.call_one(parts))
+
+    async def mark(self, version: int) -> None:
+        """See `Replay.mark`."""
+        await self._call("mark", self._mesh.mark.call_one(version))
+
+    async def marked(self) -> int:
+        """See `Replay.marked`."""
+        return await self._call("marked", self._mesh.marked.call_one())
+
+    async def prune(self, before: int) -> None:
+        """See `Replay.prune`."""
+        await self._call("prune", self._mesh.prune.call_one(before))
+
+    async def shut_down(self) -> None:
+        """See `Replay.shut_down`."""
+        await self._call("shut_down", self._mesh.shut_down.call_one())
 
     async def stats(self) -> dict[str, float]:
         """See `Replay.stats`."""

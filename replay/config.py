@@ -34,6 +34,8 @@ class ReplayConfig:
     """Groups, dropped one after the other because all their rewards are equal, before the run fails."""
     journal: bool = True
     """Write finished groups and the tokens of unfinished ones to the run folder, for a resume after a crash."""
+    record: bool = False
+    """Keep the whole journal, from which apps/grpo/rerun.py trains the same batches again without generators."""
     journal_interval_s: float = 1.0
     """Seconds, at most, between two writes of the journal."""
 

@@ -122,9 +122,10 @@ class Persistence:
             self._journal.prune(before)
 
     def close(self) -> None:
-        """Writes what is queued. Raises RunFolderError when the disk refuses."""
-        if self._journal is not None:
-            self._journal.close()
+        """Writes what is queued, and is told nothing from here on. Raises RunFolderError when the disk refuses."""
+        journal, self._journal = self._journal, None
+        if journal is not None:
+            journal.close()
 
     def _state(self, buffer: ReplayBuffer, version: int) -> ReplayState:
         saved = buffer.state_dict()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -27,7 +28,9 @@ from forge.errors import DeadlineExceeded, SchemaError, StalenessError
 from forge.registry import lookup
 from replay.buffer import Choice, ReplayBuffer
 from replay.config import ReplayConfig
-from replay.metrics import Counts, batch_stats, discard_rates, interval_stats
+from replay.events import Tokens, Trained
+from replay.metrics import batch_stats, discard_rates, interval_stats
+from replay.persistence import JournalPlace, Persistence, Prompts
 from replay.policies import POLICIES
 from replay.shards import make_shards
 from replay.staleness import Admission, Ticket
@@ -69,13 +72,19 @@ class Replay:
         pad_id: int = 0,
         reward_name: str = "the reward",
         seed: int = 0,
+        prompts: Prompts | None = None,
+        journal: JournalPlace | None = None,
         channel: Channel = forge.channel,
     ) -> None:
         """`start_version` is the policy version that trainer and generators hold when the run begins.
 
-        `seed` is that of policies that draw. Raises ConfigError when `cfg.policy` names no function.
+        `seed` is that of policies that draw. With `prompts` each ticket carries one. With `journal` what happens is
+        kept there; with its `resume_from` this replay goes on where the run before ended, and `start_version` is
+        that of the checkpoint. Raises ConfigError when `cfg.policy` names no function, JournalError when the journal
+        cannot be gone on with, RunFolderError when the disk refuses.
         """
         self._cfg = cfg
+        self._persistence = Persistence(journal, prompts, cfg.journal_interval_s)
         self._buffer = ReplayBuffer(
             Admission(cfg.max_staleness, groups_per_step, start_version),
             degenerate=degenerate,
@@ -85,22 +94,29 @@ class Replay:
             window=cfg.window,
             max_uses=cfg.max_uses,
             seed=seed,
+            draw=self._persistence.draw,
+            tell=self._persistence.tell,
         )
+        self.resumed = self._persistence.start(self._buffer, start_version)
+        """What was found in the journal, in one line; "" in a new run."""
         self._pad_id = pad_id
         self._channel = channel
         self._closed = False
         self._reservers: deque[asyncio.Future[Ticket | None]] = deque()
         self._sampler: asyncio.Future[None] | None = None
-        self._counts_at_sample = Counts()
+        self._counts_at_sample = replace(self._buffer.counts)
         self._admission_waits: list[float] = []
 
     async def reserve(self) -> Ticket | None:
         """A slot for one group, first come, first served; None once the replay is closed.
 
+        In a resumed run the groups that were running come first, with the tokens that they had (`Ticket.begun`).
         Raises DeadlineExceeded after `reserve_timeout_s`, naming what holds the slots.
         """
         if self._closed:
             return None
+        if self._persistence.unclaimed:
+            return self._persistence.unclaimed.popleft()
         start = time.monotonic()
         ticket = self._buffer.reserve() or await self._wait_for_slot()
         if ticket is not None:
@@ -119,6 +135,7 @@ class Replay:
                 self._channel.close(group)
             return
         try:
+            await self._persistence.room()
             td = group if isinstance(group, TensorDict) else self._channel.take(group)
             self._buffer.add(ticket, _read(td, ticket))
         except BaseException:
@@ -148,10 +165,11 @@ class Replay:
         Raises DeadlineExceeded after `sample_timeout_s`, naming the missing groups; StalenessError when
         `policy_version` went back or a second caller waits; ConfigError with fewer episodes than shards.
         """
-        choice = await self._next_choice(policy_version)
+        choice = self._served_again(policy_version) or await self._next_choice(policy_version)
         if choice is None:
             return None
         stats = self._stats_of(choice, policy_version)
+        self._persistence.tell(Trained(policy_version, choice.seqs, stats))
         groups = [record.group for record in choice.records]
         # In a thread: long episodes take long to copy, and `put` may wait until a trainer lets go of memory.
         handles = await asyncio.to_thread(self._hand_over, groups, num_shards)
@@ -162,6 +180,26 @@ class Replay:
         self._buffer.release(version)
         self._wake()
 
+    async def progress(self, parts: Sequence[Tokens]) -> None:
+        """What unfinished episodes have sampled since the last call, for the journal; of others it is ignored."""
+        self._persistence.tell_tokens(self._buffer, parts)
+
+    async def mark(self, version: int) -> None:
+        """The state of now belongs to the checkpoint of `version`; to be called before `sample(version)`."""
+        self._persistence.mark(self._buffer, version)
+
+    async def marked(self) -> int:
+        """Waits until the last `mark` is on the disk; returns what `prune` takes. -1 without a journal.
+
+        Raises RunFolderError when the disk refuses.
+        """
+        marked = self._persistence.marked
+        return -1 if marked is None else await asyncio.wrap_future(marked)
+
+    async def prune(self, before: int) -> None:
+        """Forgets what no checkpoint needs that was marked as number `before` or later."""
+        self._persistence.prune(before)
+
     async def why_waiting(self) -> str:
         """What a `sample` that waits is waiting for, in one line."""
         return self._buffer.describe_slots()
@@ -170,6 +208,13 @@ class Replay:
         """Ends the run: every waiting and later `reserve` and `sample` returns None."""
         self._closed = True
         self._wake()
+
+    async def shut_down(self) -> None:
+        """After `close`: writes what the journal still has to; nothing is journalled any more.
+
+        Raises RunFolderError when the disk refuses.
+        """
+        await asyncio.to_thread(self._persistence.close)
 
     async def stats(self) -> dict[str, float]:
         """Totals since the start, and the slots as they are now."""
@@ -205,6 +250,15 @@ class Replay:
             f"{self._buffer.describe_slots()}; see whether the trainer steps and weight sync releases its "
             "versions, or raise replay.reserve_timeout_s"
         )
+
+    def _served_again(self, policy_version: int) -> Choice | None:
+        """The batch that the run before had trained at this version, if any."""
+        again = self._persistence.again
+        if not again or again[0].version != policy_version:
+            return None
+        choice = self._buffer.take(policy_version, again[0].seqs)
+        again.popleft()
+        return choice
 
     async def _next_choice(self, policy_version: int) -> Choice | None:
         if self._sampler is not None:

@@ -136,6 +136,14 @@ class WeightSync:
         self._endpoint = await self._within(self._source.connect(), "the trainer's weight layout")
         await asyncio.gather(*(self._meet(replica) for replica in self._replicas))
 
+    async def start_at(self, version: int) -> None:
+        """Brings every replica to the weights that the trainer was restored to, before `run`. Raises WeightSyncError."""
+        await self.publish(version)
+        assert self._newest is not None
+        if errors := await self._bring(self._replicas, self._newest):
+            raise errors[0]
+        self.applied_version = version
+
     async def publish(self, version: int) -> float:
         """Snapshots `version`; returns the seconds that the trainer stood still for it."""
         if version <= self.published_version:

@@ -28,7 +28,7 @@ async def main(cfg: AppConfig, hosts: Hosts, stopping: Stopping) -> None:
         async with Cluster(hosts, placement, debug=cfg.mesh.debug) as cluster:
             with stopping.at_once():
                 judge = await cluster.spawn("judge", Judge, weight_of_length=0.1)
-                run = Run(cfg, await spawn_actors(cfg, cluster, log.folder.path, log.note, JudgeReward(judge)), log)
+                run = Run(cfg, await spawn_actors(cfg, cluster, log, JudgeReward(judge)), log)
             await train(run, cluster, stopping)
     log.print_table(run.memory)
 
@@ -41,5 +41,6 @@ if __name__ == "__main__":
         prog="apps/custom_mesh/main.py",
         description=__doc__ or "",
         validate=lambda c: plan_run(c, slots, num_hosts),
+        resume_key="run.resume",
     )
     launch.run(lambda hosts, stopping: main(cfg, hosts, stopping), launch.bring_up())

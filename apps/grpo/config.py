@@ -33,6 +33,8 @@ class GrpoConfig:
     """Episodes trained in one step; a multiple of group_size."""
     advantage: str = "grpo"
     """How rewards of a group become advantages: grpo, dr_grpo, rloo, or module:function of your own."""
+    oversample: int = 0
+    """Episodes begun for one prompt beyond group_size; the last to end are cut, so that no straggler holds a group."""
     degenerate: Literal["keep", "drop"] = "keep"
     """What happens to groups whose rewards are all equal: trained with advantage 0, or dropped and replaced."""
 
@@ -53,6 +55,8 @@ class GrpoConfig:
                 f"grpo.batch_size must be a positive multiple of grpo.group_size {self.group_size}, "
                 f"got {self.batch_size}; use {near}"
             )
+        if self.oversample < 0:
+            raise ConfigError(f"grpo.oversample must be >= 0, got {self.oversample}; 0 begins group_size episodes")
         lookup(self.advantage, ADVANTAGES, "grpo.advantage")
 
 

@@ -4,6 +4,8 @@
     python apps/grpo/main.py --config apps/grpo/tiny.yaml --mesh.debug    # every actor in this process, for pdb
     torchrun --nproc-per-node 8 apps/grpo/main.py --config apps/grpo/qwen3_1_7b.yaml
 
+    python apps/grpo/main.py --resume runs/NAME                           # goes on where that run ended, or was killed
+
     prompts -> rollout_loop x N -> replay -> train_loop -> weight_loop -> generators
 
 Each loop waits for one thing only, named in its docstring. `apps/grpo/spawn.py` spawns the actors.
@@ -16,8 +18,9 @@ from dataclasses import dataclass, field
 
 from actors.rollout import rollout_group
 from apps.grpo.config import DEFAULT_PRESET, AppConfig, plan_run
-from apps.grpo.spawn import Actors, spawn_actors
+from apps.grpo.spawn import Actors, spawn_actors, tokens_event
 from forge import config, launch
+from forge.checkpoints import Saver
 from forge.launch import Hosts, Stopping
 from forge.mesh import Cluster
 from forge.metrics import Meter
@@ -33,9 +36,21 @@ class Run:
     cfg: AppConfig
     actors: Actors
     log: RunLog
-    meter: Meter = field(default_factory=Meter)
+    meter: Meter = field(init=False)
+    saver: Saver = field(init=False)
     episodes: list[EpisodeRecord] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        cfg, actors = self.cfg, self.actors
+        self.meter = Meter(elapsed_s=self.log.elapsed_s)
+        every, record = cfg.run.checkpoint_every, cfg.replay.record
+        self.saver = Saver(self.log.checkpoints, actors.trainer, actors.replay, every, record=record)
+
+    @property
+    def start(self) -> int:
+        """The policy version that the run goes on from."""
+        return self.log.resumed.version if self.log.resumed else 0
 
     async def why_waiting(self) -> str:
         """What the train loop waits for, when it waits long."""
@@ -48,7 +63,7 @@ async def rollout_loop(run: Run) -> None:
     while (ticket := await actors.replay.reserve()) is not None:
         try:
             rollout = await rollout_group(
-                await actors.prompts.next(),
+                ticket.prompt,
                 actors.generators,
                 actors.reward,
                 group_id=ticket.seq,
@@ -57,6 +72,8 @@ async def rollout_loop(run: Run) -> None:
                 decode=actors.decode,
                 seed=run.cfg.seed,
                 reference=actors.reference,
+                oversample=grpo.oversample,
+                begun=ticket.begun,
             )
         except Exception:
             await actors.replay.fail(ticket)
@@ -68,7 +85,7 @@ async def rollout_loop(run: Run) -> None:
 
 async def train_loop(run: Run) -> None:
     """Waits for a batch, never for a generator or a transfer."""
-    actors, meter, version = run.actors, run.meter, 0
+    actors, meter, version = run.actors, run.meter, run.start
     while version < run.cfg.trainer.steps:
         with meter.timed("time/wait_batch_s"):
             batch = await run.log.patiently(actors.replay.sample(version, actors.trainer.world), run.why_waiting)
@@ -82,6 +99,8 @@ async def train_loop(run: Run) -> None:
         numbers = {"step": version, "policy_version": version, **batch.stats, **result.metrics}
         run.log.step({**numbers, **meter.lap()}, run.episodes)
         run.memory["trainer"] = result.peak_rss_bytes
+        await run.saver.after_step(version)
+    await run.saver.finish(version)
     await actors.replay.close()
     actors.sync.close()
 
@@ -96,6 +115,13 @@ async def weight_loop(run: Run) -> None:
     await run.actors.sync.run(on_applied)
 
 
+async def progress_loop(run: Run) -> None:
+    """Waits for a moment; brings the tokens of unfinished episodes to the journal, for a resume."""
+    while run.cfg.replay.journal:
+        await asyncio.sleep(run.cfg.replay.journal_interval_s / 2)
+        await run.actors.replay.progress([tokens_event(p) for p in await run.actors.generators.progress()])
+
+
 async def main(cfg: AppConfig, hosts: Hosts, stopping: Stopping) -> None:
     """Spawns the actors, runs the loops until the last step or Ctrl-C, writes the checkpoint."""
     yaml, live = config.to_yaml(cfg), False if cfg.mesh.debug else None
@@ -103,7 +129,7 @@ async def main(cfg: AppConfig, hosts: Hosts, stopping: Stopping) -> None:
     with RunLog(cfg.run, yaml, cfg.trainer.steps, name=cfg.model, live=live) as log:
         async with Cluster(hosts, placement, debug=cfg.mesh.debug) as cluster:
             with stopping.at_once():
-                run = Run(cfg, await spawn_actors(cfg, cluster, log.folder.path, log.note), log)
+                run = Run(cfg, await spawn_actors(cfg, cluster, log), log)
             await train(run, cluster, stopping)
     log.print_table(run.memory)
 
@@ -114,12 +140,12 @@ async def train(run: Run, cluster: Cluster, stopping: Stopping) -> None:
     async with asyncio.TaskGroup() as tasks:
         watchers = [tasks.create_task(cluster.watch()), tasks.create_task(_close_on(stopping, run))]
         rollouts = [tasks.create_task(rollout_loop(run)) for _ in range(actors.num_rollouts)]
-        weights = tasks.create_task(weight_loop(run))
+        weights, progress = tasks.create_task(weight_loop(run)), tasks.create_task(progress_loop(run))
         await train_loop(run)
         if run.log.checkpoint is not None:
             run.log.note("writing the checkpoint")
             await actors.trainer.save(str(run.log.checkpoint), actors.model)
-        for task in rollouts:
+        for task in (*rollouts, progress):
             task.cancel()
         await weights
         run.memory |= await actors.shut_down()
@@ -141,5 +167,6 @@ if __name__ == "__main__":
         prog="apps/grpo/main.py",
         description=__doc__ or "",
         validate=lambda c: plan_run(c, slots, num_hosts),
+        resume_key="run.resume",
     )
     launch.run(lambda hosts, stopping: main(cfg, hosts, stopping), launch.bring_up())

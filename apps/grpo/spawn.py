@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
+import torch
 from transformers import AutoTokenizer, GenerationConfig
 
-from actors.generator import GeneratorActor, Generators, Replica
+from actors.generator import GeneratorActor, Generators, Progress, Replica
 from actors.model import pick_dtype
 from actors.reference import ReferenceActor, ReferenceClient
 from actors.reward import RewardActor, RewardClient
@@ -19,9 +20,12 @@ from actors.trainer import ModelSpec
 from actors.trainer_mesh import TrainerActor, TrainerMesh
 from apps.grpo.config import AppConfig
 from apps.grpo.models import resolve_model
-from forge.data import PromptStream, load_task, make_encoder
+from forge.data import DataConfig, PromptStream, load_task, make_encoder
 from forge.mesh import Cluster
+from forge.report import RunLog
 from replay.actor import ReplayActor, ReplayClient
+from replay.events import Tokens
+from replay.persistence import JournalPlace
 from weightsync import transports
 from weightsync.sync import WeightSync
 
@@ -39,7 +43,6 @@ class Actors:
     """Everything that the loops talk to."""
 
     model: str
-    prompts: PromptStream
     decode: Callable[[Sequence[int]], str]
     generators: Generators
     reward: Rewards
@@ -53,23 +56,22 @@ class Actors:
         """Lets engines and reward workers end by themselves; returns the generators' peak memory, in bytes."""
         memory = await self.generators.peak_memory()
         await self.generators.shutdown()
+        await self.replay.shut_down()
         if isinstance(self.reward, RewardClient):
             await self.reward.shutdown()
         return memory
 
 
-async def spawn_actors(
-    cfg: AppConfig, cluster: Cluster, folder: Path, note: Callable[[str], None], reward: Rewards | None = None
-) -> Actors:
-    """All actors of the run in `folder`, set up side by side. `note` is told what is being waited for.
+async def spawn_actors(cfg: AppConfig, cluster: Cluster, log: RunLog, reward: Rewards | None = None) -> Actors:
+    """All actors of the run of `log`, set up side by side; in the state of its checkpoint where it is resumed.
 
     A `reward` of the caller's own takes the place of the configured functions, whose actor is not spawned then.
     """
+    note = log.note
     note(f"preparing model {cfg.model}")
     model = await asyncio.to_thread(resolve_model, cfg.model)
     tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, model)
-    encode = make_encoder(tokenizer, cfg.data.template_args)
-    prompts = PromptStream(load_task(cfg.data), encode, cfg.seed, shuffle=cfg.data.shuffle)
+    first = open_prompts(cfg.data, model, cfg.seed).peek()
     dtype = str(pick_dtype(cfg.dtype, cluster.device)).removeprefix("torch.")
     sampling = cfg.generator.sampling
     spec = ModelSpec(model, dtype, cluster.device, sampling.temperature, sampling.top_p, sampling.top_k)
@@ -80,21 +82,23 @@ async def spawn_actors(
         note(f"weightsync.delta saves nothing here: {spec.dtype} weights by {transport}; all of them travel")
     note(f"starting the actors ({dtype} on {cluster.device}); an engine takes 15 to 40 s")
     async with asyncio.TaskGroup() as tasks:
-        trainer = tasks.create_task(_start_trainer(cfg, cluster, spec, transport, folder))
+        trainer = tasks.create_task(_start_trainer(cfg, cluster, spec, transport, log))
         stop = stop_ids(tokenizer, model)
         replicas = [
-            tasks.create_task(_start_generator(cfg, cluster, spec, index, stop, prompts.peek().token_ids))
+            tasks.create_task(_start_generator(cfg, cluster, spec, index, stop, first.token_ids))
             for index in range(cluster.replicas("generator"))
         ]
-        replay = tasks.create_task(_start_replay(cfg, cluster))
+        replay = tasks.create_task(_start_replay(cfg, cluster, model, log))
         rewards = tasks.create_task(_start_reward(cfg, cluster, reward))
         reference = tasks.create_task(_start_reference(cfg, cluster, spec)) if cfg.loss.kl_weight else None
     generators = Generators([task.result() for task in replicas])
     sync = WeightSync(trainer.result(), generators.replicas, cfg.weightsync)
     await sync.connect()
+    if log.resumed is not None:
+        note(f"bringing the generators to version {log.resumed.version}")
+        await sync.start_at(log.resumed.version)
     return Actors(
         model=model,
-        prompts=prompts,
         decode=make_decoder(tokenizer),
         generators=generators,
         reward=rewards.result(),
@@ -111,18 +115,14 @@ def _staging(cfg: AppConfig, spec: ModelSpec) -> str:
     return spec.device if cfg.weightsync.staging == "device" else "cpu"
 
 
-def _weights_folder(cfg: AppConfig, folder: Path) -> str:
-    return cfg.weightsync.folder or str((folder / "weights").absolute())
-
-
-async def _start_trainer(
-    cfg: AppConfig, cluster: Cluster, spec: ModelSpec, transport: str, folder: Path
-) -> TrainerMesh:
+async def _start_trainer(cfg: AppConfig, cluster: Cluster, spec: ModelSpec, transport: str, log: RunLog) -> TrainerMesh:
     world = cluster.procs("trainer")
     mesh = await cluster.spawn("trainer", TrainerActor, cfg.trainer, cfg.loss, spec, world=world, seed=cfg.seed)
-    weights = _weights_folder(cfg, folder)
+    weights = cfg.weightsync.folder or str(log.folder.absolute / "weights")
     trainer = TrainerMesh(mesh, cfg.trainer, world, spec.dtype, cfg.weightsync, transport=transport, folder=weights)
     await trainer.setup()
+    if log.resumed is not None:
+        await trainer.load_state(str(log.resumed.path / "trainer"))
     return trainer
 
 
@@ -155,9 +155,33 @@ async def _start_reward(cfg: AppConfig, cluster: Cluster, own: Rewards | None) -
     return client
 
 
-async def _start_replay(cfg: AppConfig, cluster: Cluster) -> ReplayClient:
-    grpo = cfg.grpo
-    return ReplayClient(await cluster.spawn("replay", ReplayActor, cfg.replay, grpo.groups_per_step, grpo.degenerate))
+async def _start_replay(cfg: AppConfig, cluster: Cluster, model: str, log: RunLog) -> ReplayClient:
+    version = log.resumed.version if log.resumed else 0
+    journal = None
+    if cfg.replay.journal:
+        run = f"{cfg.data.task}, group_size {cfg.grpo.group_size}, seed {cfg.seed}"
+        journal = JournalPlace(str(log.folder.absolute / "journal"), run, version if cfg.run.resume else None)
+    mesh = await cluster.spawn(
+        "replay",
+        ReplayActor,
+        cfg.replay,
+        cfg.grpo.groups_per_step,
+        cfg.grpo.degenerate,
+        start_version=version,
+        seed=cfg.seed,
+        prompts=partial(open_prompts, cfg.data, model, cfg.seed),
+        journal=journal,
+    )
+    replay = ReplayClient(mesh)
+    if told := await replay.setup():
+        log.note(told)
+    return replay
+
+
+def open_prompts(data: DataConfig, model: str, seed: int) -> PromptStream:
+    """The task's prompts, as the tokenizer of `model` encodes them."""
+    encode = make_encoder(AutoTokenizer.from_pretrained(model), data.template_args)
+    return PromptStream(load_task(data), encode, seed, shuffle=data.shuffle)
 
 
 async def _start_reference(cfg: AppConfig, cluster: Cluster, spec: ModelSpec) -> ReferenceClient:
@@ -180,3 +204,16 @@ def stop_ids(tokenizer: Any, model: str) -> list[int]:
 def make_decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
     """Token ids to the text that rewards see, without special tokens."""
     return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+def tokens_event(part: Progress) -> Tokens:
+    """Progress of a generator's call, whose name is the group's number, as the journal keeps it."""
+    return Tokens(
+        int(part.request_id),
+        part.place,
+        part.offset,
+        torch.tensor(part.tokens.token_ids, dtype=torch.int32),
+        torch.tensor(part.tokens.logprobs, dtype=torch.float32),
+        torch.tensor(part.tokens.versions, dtype=torch.int32),
+        part.finish,
+    )
