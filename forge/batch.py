@@ -28,6 +28,7 @@ three keys it is the flat form, in which the replay keeps a group. `forge/packin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,8 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from forge.errors import SchemaError
+
+Arrays = dict[str, NDArray[Any]]
 
 TOKEN_KEYS: dict[str, torch.dtype] = {
     "tokens": torch.int64,
@@ -56,6 +59,8 @@ PACKED_KEYS: dict[str, torch.dtype] = {
     "sequence_ids": torch.int32,
     "row_offsets": torch.int64,
 }
+_PADDED = TOKEN_KEYS | EPISODE_KEYS | OPTIONAL_TOKEN_KEYS
+_PACKED = _PADDED | PACKED_KEYS
 OUTSIDE_MASK: dict[str, float] = {"behavior_logprobs": 0.0, "token_versions": -1, "ref_logprobs": 0.0}
 """What stands where nothing is trained."""
 
@@ -116,49 +121,56 @@ def make_group(
 
 def check_batch(td: TensorDict) -> None:
     """Raises SchemaError naming the first key by which a Group or a padded Batch breaks the schema."""
+    checked_arrays(td)
+
+
+def checked_arrays(td: TensorDict) -> Arrays:
+    """The keys of a Group or padded Batch without a copy. Raises SchemaError as `check_batch` does."""
     if len(td.batch_size) != 1:
         raise SchemaError(f"batch_size is {list(td.batch_size)}, expected one dimension [B]")
-    _check_dtypes(td, TOKEN_KEYS | EPISODE_KEYS)
-    tokens = list(td["tokens"].shape)
+    values = _values(td, _PADDED)
+    tokens = values["tokens"].shape
     if len(tokens) != 2 or tokens[1] < 1:
-        raise SchemaError(f"tokens has shape {tokens}, expected [B, T] with T >= 1")
-    _check_shapes(td, tokens, list(td.batch_size))
-    mask, lengths, width = array(td["loss_mask"]), array(td["lengths"]), tokens[1]
-    if mask[:, 0].any():
+        raise SchemaError(f"tokens has shape {list(tokens)}, expected [B, T] with T >= 1")
+    _check_shapes(values, tokens, td.batch_size)
+    arrays = {key: array(value) for key, value in values.items()}
+    mask, lengths, width = arrays["loss_mask"], arrays["lengths"].tolist(), tokens[1]
+    shortest, longest = min(lengths, default=width), max(lengths, default=width)
+    if np.count_nonzero(mask[:, 0]):
         raise SchemaError("loss_mask is set at position 0; the first token has no log-prob, start at 1")
-    if (lengths > width).any() or (lengths < 1).any():
-        raise SchemaError(f"lengths must lie in [1, {width}], got {lengths.tolist()}")
-    if (mask & (np.arange(width) >= lengths[:, None])).any():
+    if not 1 <= shortest <= longest <= width:
+        raise SchemaError(f"lengths must lie in [1, {width}], got {lengths}")
+    if shortest < width and np.count_nonzero(mask & (np.arange(width) >= arrays["lengths"][:, None])):
         raise SchemaError("loss_mask is set beyond lengths; padding is never trained")
-    _check_values(td, mask)
+    _check_values(arrays)
+    return arrays
 
 
 def check_packed(td: TensorDict) -> None:
     """Raises SchemaError naming the first key by which a packed batch breaks the schema."""
     if len(td.batch_size) != 0:
         raise SchemaError(f"batch_size is {list(td.batch_size)}, a packed batch has none: []")
-    _check_dtypes(td, TOKEN_KEYS | EPISODE_KEYS | PACKED_KEYS)
-    tokens, episodes = list(td["tokens"].shape), list(td["lengths"].shape)
+    values = _values(td, _PACKED)
+    tokens, episodes = values["tokens"].shape, values["lengths"].shape
     if len(tokens) != 1 or len(episodes) != 1:
-        raise SchemaError(f"tokens has shape {tokens} and lengths {episodes}, expected [N] and [E]")
-    _check_shapes(td, tokens, episodes)
-    lengths, mask = array(td["lengths"]), array(td["loss_mask"])
-    if (lengths < 1).any() or lengths.sum() != tokens[0]:
-        raise SchemaError(f"lengths {lengths.tolist()} must be >= 1 and add up to the {tokens[0]} tokens")
+        raise SchemaError(f"tokens has shape {list(tokens)} and lengths {list(episodes)}, expected [N] and [E]")
+    _check_shapes(values, tokens, episodes)
+    arrays = {key: array(value) for key, value in values.items()}
+    lengths, offsets, total = arrays["lengths"], arrays["row_offsets"], tokens[0]
+    if (lengths < 1).any() or lengths.sum() != total:
+        raise SchemaError(f"lengths {lengths.tolist()} must be >= 1 and add up to the {total} tokens")
     starts = lengths.cumsum() - lengths
-    if mask[starts].any():
+    if arrays["loss_mask"][starts].any():
         raise SchemaError("loss_mask is set at the first token of an episode, which has no log-prob; start at 1")
-    if not np.array_equal(array(td["position_ids"]), np.arange(tokens[0]) - np.repeat(starts, lengths)):
+    if not np.array_equal(arrays["position_ids"], np.arange(total) - np.repeat(starts, lengths)):
         raise SchemaError("position_ids must count from 0 in each episode")
-    if not np.array_equal(array(td["sequence_ids"]), np.repeat(np.arange(len(lengths)), lengths)):
+    if not np.array_equal(arrays["sequence_ids"], np.repeat(np.arange(len(lengths)), lengths)):
         raise SchemaError("sequence_ids must number the episodes from 0, one number a token")
-    offsets = array(td["row_offsets"])
-    bounds = {*starts.tolist(), tokens[0]}
-    if not (offsets[:1] == 0).all() or offsets[-1:].tolist() != [tokens[0]] or (np.diff(offsets) < 1).any():
-        raise SchemaError(f"row_offsets must rise from 0 to {tokens[0]}, got {offsets.tolist()}")
-    if not bounds.issuperset(offsets.tolist()):
+    if offsets[:1].tolist() != [0] or offsets[-1:].tolist() != [total] or (np.diff(offsets) < 1).any():
+        raise SchemaError(f"row_offsets must rise from 0 to {total}, got {offsets.tolist()}")
+    if not {*starts.tolist(), total}.issuperset(offsets.tolist()):
         raise SchemaError(f"row_offsets must lie between episodes, got {offsets.tolist()}; a row holds whole episodes")
-    _check_values(td, mask)
+    _check_values(arrays)
 
 
 def is_packed(td: TensorDict) -> bool:
@@ -167,52 +179,48 @@ def is_packed(td: TensorDict) -> bool:
 
 
 def array(value: torch.Tensor) -> NDArray[Any]:
-    """The numbers of `value`, on the CPU without a copy. Numpy's calls cost a fraction of torch's on small tensors."""
+    """`value` as numpy sees it, on the CPU without a copy: numpy's calls cost a third of torch's on small tensors."""
     result: NDArray[Any] = value.numpy(force=True)
     return result
 
 
-def _check_dtypes(td: TensorDict, wanted: Mapping[str, torch.dtype]) -> None:
+def _values(td: TensorDict, wanted: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+    found: dict[str, Any] = dict(td.items())
+    values: dict[str, torch.Tensor] = {}
     for key, dtype in wanted.items():
-        value = td.get(key, None)
+        value = found.get(key)
         if value is None:
-            raise SchemaError(f"{key} is missing; a batch holds {sorted(wanted)}")
-        _check_dtype(key, value, dtype)
-    for key, dtype in OPTIONAL_TOKEN_KEYS.items():
-        if key in td:
-            _check_dtype(key, td[key], dtype)
+            if key in OPTIONAL_TOKEN_KEYS:
+                continue
+            raise SchemaError(f"{key} is missing; a batch holds {sorted(wanted.keys() - OPTIONAL_TOKEN_KEYS)}")
+        if value.dtype != dtype:
+            raise SchemaError(f"{key} has dtype {value.dtype}, expected {dtype}; cast it before hand-over")
+        values[key] = value
+    return values
 
 
-def _check_dtype(key: str, value: torch.Tensor, dtype: torch.dtype) -> None:
-    if value.dtype != dtype:
-        raise SchemaError(f"{key} has dtype {value.dtype}, expected {dtype}; cast it before hand-over")
+def _check_shapes(values: Mapping[str, torch.Tensor], tokens: torch.Size, episodes: torch.Size) -> None:
+    for key, value in values.items():
+        wanted = episodes if key in EPISODE_KEYS else tokens
+        if value.shape != wanted and key != "row_offsets":
+            raise SchemaError(f"{key} has shape {list(value.shape)}, expected {list(wanted)}")
 
 
-def _check_shapes(td: TensorDict, tokens: list[int], episodes: list[int]) -> None:
-    shapes = dict.fromkeys((*TOKEN_KEYS, *OPTIONAL_TOKEN_KEYS), tokens) | dict.fromkeys(EPISODE_KEYS, episodes)
-    if is_packed(td):
-        shapes |= {"position_ids": tokens, "sequence_ids": tokens}
-    for key, wanted in shapes.items():
-        if key in td and list(td[key].shape) != wanted:
-            raise SchemaError(f"{key} has shape {list(td[key].shape)}, expected {wanted}")
-
-
-def _check_values(td: TensorDict, mask: NDArray[Any]) -> None:
-    if ((array(td["token_versions"]) < 0) & mask).any():
+def _check_values(arrays: Arrays) -> None:
+    mask = arrays["loss_mask"]
+    if np.count_nonzero((arrays["token_versions"] < 0) & mask):
         raise SchemaError("token_versions is negative under loss_mask; a sampled token carries its version")
     for key in ("rewards", "advantages"):
-        _check_finite(key, array(td[key]), None)
+        _check_finite(key, arrays[key].tolist())
     for key in ("behavior_logprobs", *OPTIONAL_TOKEN_KEYS):
-        if key in td:
-            _check_finite(f"{key} under loss_mask", array(td[key]), mask)
+        if key in arrays and np.count_nonzero(mask > np.isfinite(arrays[key])):
+            _check_finite(f"{key} under loss_mask", arrays[key][mask].tolist())
 
 
-def _check_finite(name: str, values: NDArray[Any], mask: NDArray[Any] | None) -> None:
-    bad = ~np.isfinite(values)
-    if mask is not None:
-        bad &= mask
-    if bad.any():
-        raise SchemaError(f"{name} holds {values[bad][0]}; every number that is trained on must be finite")
+def _check_finite(name: str, values: Sequence[float]) -> None:
+    if not all(map(math.isfinite, values)):
+        bad = next(value for value in values if not math.isfinite(value))
+        raise SchemaError(f"{name} holds {bad}; every number that is trained on must be finite")
 
 
 def collate(groups: Sequence[TensorDict], pad_id: int = 0) -> TensorDict:

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, chain, pairwise
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from forge.batch import (
@@ -23,6 +22,7 @@ from forge.batch import (
     OUTSIDE_MASK,
     PACKED_KEYS,
     TOKEN_KEYS,
+    Arrays,
     array,
     token_keys,
 )
@@ -36,21 +36,29 @@ def flatten(batch: TensorDict) -> TensorDict:
 
     Takes the keys of the schema and no others, and puts in order what stands outside `loss_mask`.
     """
-    lengths = batch["lengths"].tolist()
+    return as_tensors(flat_arrays({key: array(batch[key]) for key in (*token_keys([batch]), *EPISODE_KEYS)}))
 
-    def flat(key: str) -> NDArray[Any]:
-        return np.concatenate([row[:length] for row, length in zip(array(batch[key]), lengths, strict=True)])
 
-    mask = flat("loss_mask")
-    outside = ~mask
-    values: dict[str, NDArray[Any]] = {"tokens": flat("tokens"), "loss_mask": mask}
-    for key in token_keys([batch])[2:]:
-        values[key] = flat(key)
-        np.putmask(values[key], outside, OUTSIDE_MASK[key])
-    out = {key: torch.from_numpy(value) for key, value in values.items()}
-    for key in EPISODE_KEYS:
-        out[key] = batch[key].detach().clone()
-    return TensorDict(out, batch_size=[])
+def flat_arrays(padded: Arrays) -> Arrays:
+    """`flatten` for the arrays of a batch."""
+    lengths, width = padded["lengths"].tolist(), padded["tokens"].shape[1]
+    full = min(lengths, default=width) == width
+    flat: Arrays = {}
+    for key, values in padded.items():
+        if full or key in EPISODE_KEYS:
+            flat[key] = values.reshape(-1).copy()
+        else:
+            flat[key] = np.concatenate([row[:length] for row, length in zip(values, lengths, strict=True)])
+    outside = ~flat["loss_mask"]
+    for key, value in OUTSIDE_MASK.items():
+        if key in flat:
+            np.putmask(flat[key], outside, value)
+    return flat
+
+
+def as_tensors(flat: Arrays) -> TensorDict:
+    """A flat or packed batch of these arrays, without a copy."""
+    return TensorDict({key: torch.from_numpy(value) for key, value in flat.items()}, batch_size=[])
 
 
 def first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -125,18 +133,21 @@ def pad(groups: Sequence[TensorDict], pad_id: int = 0) -> TensorDict:
     Raises SchemaError as `pack` does.
     """
     sources = [_arrays(group) for group in groups]
-    spans = [(number, start, stop) for number, group in enumerate(groups) for _, start, stop in _pieces(0, group)]
-    width = max(stop - start for _, start, stop in spans)
-    out: dict[str, torch.Tensor] = {}
+    lengths = [source["lengths"].tolist() for source in sources]
+    width, count = max(map(max, lengths)), sum(map(len, lengths))
+    out: Arrays = {}
     for key in token_keys(groups):
-        dtype = sources[0][key].dtype
-        rows = np.full((len(spans), width), pad_id if key == "tokens" else OUTSIDE_MASK.get(key, 0), dtype)
-        for row, (number, start, stop) in zip(rows, spans, strict=True):
-            row[: stop - start] = sources[number][key][start:stop]
-        out[key] = torch.from_numpy(rows)
+        fill = pad_id if key == "tokens" else OUTSIDE_MASK.get(key, 0)
+        rows, row = np.full((count, width), fill, sources[0][key].dtype), 0
+        for source, group_lengths in zip(sources, lengths, strict=True):
+            start = 0
+            for length in group_lengths:
+                rows[row, :length] = source[key][start : start + length]
+                row, start = row + 1, start + length
+        out[key] = rows
     for key in EPISODE_KEYS:
-        out[key] = torch.cat([group[key] for group in groups])
-    return TensorDict(out, batch_size=[len(spans)])
+        out[key] = np.concatenate([source[key] for source in sources])
+    return TensorDict({key: torch.from_numpy(value) for key, value in out.items()}, batch_size=[count])
 
 
 def row_episodes(packed: TensorDict) -> list[list[int]]:
@@ -168,7 +179,7 @@ def _merged(pieces: Iterable[tuple[int, int, int]]) -> Iterable[tuple[int, int, 
         yield last
 
 
-def _number(out: dict[str, NDArray[Any]], lengths: Sequence[int]) -> None:
+def _number(out: Arrays, lengths: Sequence[int]) -> None:
     """Fills `position_ids` and `sequence_ids`."""
     count = np.arange(max(lengths))
     np.concatenate([count[:length] for length in lengths], out=out["position_ids"])
@@ -178,7 +189,7 @@ def _number(out: dict[str, NDArray[Any]], lengths: Sequence[int]) -> None:
         start += length
 
 
-def _arrays(td: TensorDict) -> dict[str, NDArray[Any]]:
+def _arrays(td: TensorDict) -> Arrays:
     """The values of `td` as numpy sees them, without a copy."""
     return {key: array(cast(torch.Tensor, value)) for key, value in td.items()}
 

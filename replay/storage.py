@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import cast
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
-from forge.batch import array, check_batch, is_packed
+from forge.batch import Arrays, array, checked_arrays, is_packed
 from forge.errors import MemoryBudgetError, SchemaError
 from forge.memory import memory_limit_bytes
-from forge.packing import flatten
+from forge.packing import as_tensors, flat_arrays, flatten
 
 
 @dataclass(slots=True)
@@ -48,12 +49,12 @@ def store(group: TensorDict, group_id: int) -> Record:
 
     Raises SchemaError when it breaks the schema or has no episode.
     """
-    check_batch(group)
+    arrays = checked_arrays(group)
     if group.batch_size[0] == 0:
         raise SchemaError("the group has 0 episodes; fail its ticket instead of adding it")
-    flat = flatten(group)
-    flat["group_id"].fill_(group_id)
-    return summarize(flat)
+    flat = flat_arrays(arrays)
+    flat["group_id"].fill(group_id)
+    return _record(flat, as_tensors(flat))
 
 
 def summarize(group: TensorDict) -> Record:
@@ -62,16 +63,18 @@ def summarize(group: TensorDict) -> Record:
     Raises SchemaError when a reward is not finite.
     """
     flat = group if is_packed(group) else flatten(group)
-    rewards, lengths = flat["rewards"].tolist(), flat["lengths"].tolist()
+    return _record({key: array(cast(torch.Tensor, value)) for key, value in flat.items()}, flat)
+
+
+def _record(flat: Arrays, group: TensorDict) -> Record:
+    rewards, lengths, mask = flat["rewards"].tolist(), flat["lengths"].tolist(), flat["loss_mask"]
     if not all(map(math.isfinite, rewards)):
         raise SchemaError(f"rewards must be finite, got {rewards}; a reward of nan would reach every weight")
-    mask = array(flat["loss_mask"])
-    versions = np.where(mask, array(flat["token_versions"]), -1)
-    starts = list(accumulate(lengths, initial=0))[:-1]
+    versions = np.where(mask, flat["token_versions"], -1)
     # Read as unsigned, -1 is larger than any version.
-    oldest = np.minimum.reduceat(versions.view(np.uint64), starts).view(np.int64)
+    oldest = np.minimum.reduceat(versions.view(np.uint64), list(accumulate(lengths[:-1], initial=0))).view(np.int64)
     return Record(
-        group=flat,
+        group=group,
         oldest=oldest.tolist(),
         newest=int(versions.max()),
         num_tokens=int(np.count_nonzero(mask)),
@@ -79,7 +82,7 @@ def summarize(group: TensorDict) -> Record:
         degenerate=max(rewards) == min(rewards),
         lengths=lengths,
         magnitude=math.fsum(map(abs, flat["advantages"].tolist())) / len(lengths),
-        nbytes=sum(value.nbytes for value in flat.values() if isinstance(value, torch.Tensor)),
+        nbytes=sum(value.nbytes for value in flat.values()),
     )
 
 
