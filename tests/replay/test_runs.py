@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -29,12 +30,13 @@ def group(versions: list[list[int]], rewards: list[float]) -> TensorDict:
 class Run:
     """The three loops of a run around a real Replay, with generation and transfers of random length."""
 
-    def __init__(self, max_staleness: int, groups_per_step: int, steps: int, seed: int) -> None:
+    def __init__(self, max_staleness: int, groups_per_step: int, steps: int, seed: int, **options: Any) -> None:
         self.rng = random.Random(seed)
         self.bound, self.steps = max_staleness, steps
-        cfg = ReplayConfig(max_staleness, reserve_timeout_s=30, sample_timeout_s=30)
+        self.vanish = options.pop("vanish", False)
+        cfg = ReplayConfig(max_staleness, reserve_timeout_s=30, sample_timeout_s=30, **options)
         self.replay = Replay(cfg, groups_per_step=groups_per_step, degenerate="drop")
-        self.published = self.held = 0
+        self.published = self.held = self.lost = 0
         self.news = asyncio.Event()
         self.staleness: list[int] = []
 
@@ -50,6 +52,8 @@ class Run:
                     episode.append(self.held)
                 await self.some_turns(8)
             match self.rng.randrange(8):
+                case 7 if self.vanish:
+                    self.lost += 1
                 case 0:
                     await self.replay.fail(ticket)
                 case 1:
@@ -65,8 +69,9 @@ class Run:
             self.staleness += [version - oldest_version(shard) for shard in shards]
             assert max(self.staleness) <= self.bound
             assert batch.stats["staleness/max"] == max(self.staleness[-2:])
-            dropped = batch.stats["episodes/dropped"]
-            assert dropped == 2 * batch.stats["groups/degenerate"], "an honest group got too old"
+            assert batch.stats["groups/expired"] == 0, "an honest group got too old"
+            if not self.vanish:
+                assert batch.stats["episodes/dropped"] == 2 * batch.stats["groups/degenerate"]
             await self.some_turns(20)
             self.published = version + 1
             self.news.set()
@@ -89,16 +94,42 @@ class Run:
                 tasks.create_task(self.rollout())
 
 
-@pytest.mark.parametrize("max_staleness, groups_per_step", GRID)
-def test_runs_of_any_length_end_and_never_train_above_the_bound(max_staleness: int, groups_per_step: int) -> None:
+KINDS: dict[str, dict[str, Any]] = {
+    "strict": {"window": 0.0},
+    "windowed": {"window": 1.0},
+    "uniform": {"policy": "uniform"},
+    "staleness": {"policy": "staleness", "max_uses": 2},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("max_staleness", "groups_per_step"), GRID)
+def test_runs_of_any_length_end_and_never_train_above_the_bound(
+    max_staleness: int, groups_per_step: int, kind: str
+) -> None:
     async def main() -> None:
         stalest = 0
         for steps in (1, 2, max_staleness + 1, max_staleness + 2, 12):
             for num_producers in (1, 7):
-                simulated = Run(max_staleness, groups_per_step, steps, seed=steps * num_producers)
-                await simulated.go(num_producers)
+                simulated = Run(max_staleness, groups_per_step, steps, seed=steps * num_producers, **KINDS[kind])
+                async with asyncio.timeout(60):
+                    await simulated.go(num_producers)
                 assert len(simulated.staleness) == 2 * steps
                 stalest = max(stalest, *simulated.staleness)
         assert stalest == max_staleness, "the runs never came near the bound"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_runs_whose_rollout_loops_lose_groups_end_too(kind: str) -> None:
+    async def main() -> None:
+        simulated = Run(1, 2, steps=30, seed=1, vanish=True, straggler_timeout_s=0.05, **KINDS[kind])
+        async with asyncio.timeout(60):
+            await simulated.go(4)
+        assert simulated.lost > 4, "never more than the slots"
+        assert (await simulated.replay.stats())["total/groups_straggled"] > 0, (
+            "more groups were lost than there are slots"
+        )
 
     asyncio.run(main())

@@ -54,6 +54,11 @@ async def sampled(replay: Replay, policy_version: int, num_shards: int = 1) -> S
     return batch
 
 
+def group_ids(batch: SampledBatch) -> list[int]:
+    """The group of each episode of the first rank."""
+    return sorted(channel.take(batch.handles[0])["group_id"].tolist())
+
+
 async def settle() -> None:
     """Lets every task run until it waits."""
     for _ in range(5):
@@ -142,7 +147,7 @@ def test_a_waiting_sample_is_woken_by_the_last_group_of_its_batch() -> None:
         await replay.add(tickets[0], group([0]))
         batch = await waiting
         assert batch is not None
-        assert channel.take(batch.handles[0])["group_id"].tolist() == [0, 1, 1]
+        assert group_ids(batch) == [0, 1, 1]
 
     run(main)
 
@@ -357,10 +362,140 @@ def test_a_filter_that_rejects_everything_ends_in_an_error_not_in_a_hang() -> No
     run(main)
 
 
-KEYS = ["max_staleness", "reserve_timeout_s", "sample_timeout_s", "max_degenerate_in_a_row"]
+# --- stragglers and policies
+
+
+def patient(straggler_timeout_s: float, max_staleness: int = 0, groups_per_step: int = 1, **options: Any) -> Replay:
+    """A replay whose train loop waits so long for a straggler, and much longer for a batch."""
+    cfg = ReplayConfig(max_staleness, straggler_timeout_s=straggler_timeout_s, **options)
+    return Replay(cfg, groups_per_step=groups_per_step)
+
+
+def test_when_127_of_128_arrive_the_last_is_dropped_and_its_slot_makes_another() -> None:
+    async def main() -> None:
+        replay = patient(0.2, groups_per_step=128)
+        tickets = [await reserved(replay) for _ in range(128)]
+        replacing = asyncio.create_task(replay.reserve())
+        sample = asyncio.create_task(replay.sample(0))
+        for ticket in tickets[1:]:
+            await replay.add(ticket, group())
+        fresh = await replacing
+        assert fresh is not None
+        assert fresh.seq == 128
+        await replay.add(fresh, group())
+        batch = await sample
+        assert batch is not None
+        assert (batch.stats["groups/straggled"], batch.stats["groups/failed"]) == (1, 0)
+        assert batch.stats["tokens/wasted"] == 0, "what it cost is not known before it comes"
+        await replay.release(1)
+        await replay.add(tickets[0], group())
+        await replay.add(await reserved(replay), group([1], [1]))
+        totals = await replay.stats()
+        assert (totals["total/tokens_wasted"], totals["total/groups_added"]) == (3, 129)
+
+    run(main)
+
+
+def test_rollout_loops_that_vanish_stall_the_run_for_their_timeout_and_no_longer() -> None:
+    async def main() -> None:
+        replay = patient(0.2, max_staleness=1, groups_per_step=2)
+        vanished = [await reserved(replay) for _ in range(4)]
+
+        async def rollout() -> None:
+            while ticket := await replay.reserve():
+                await replay.add(ticket, group([ticket.version] * 2, [ticket.version]))
+
+        working = asyncio.create_task(rollout())
+        for version in range(6):
+            batch = await sampled(replay, version)
+            assert batch.stats["staleness/max"] <= 1
+            await replay.release(version + 1)
+        await replay.close()
+        await working
+        assert (await replay.stats())["total/groups_straggled"] == len(vanished)
+
+    run(main)
+
+
+def test_a_straggler_is_given_its_time_also_where_it_was_reserved_after_the_train_loop_began_to_wait() -> None:
+    async def main() -> None:
+        replay = patient(0.2)
+        sample = asyncio.create_task(replay.sample(0))
+        await settle()
+        lost = await reserved(replay)
+        fresh = await reserved(replay)
+        assert (lost.seq, fresh.seq) == (0, 1), "the slot came back when the first one was dropped"
+        await replay.add(fresh, group())
+        batch = await sample
+        assert batch is not None
+        assert batch.stats["groups/straggled"] == 1
+
+    run(main)
+
+
+def test_a_straggler_that_may_still_come_later_stalls_nothing() -> None:
+    async def main() -> None:
+        replay = patient(600.0, max_staleness=2, groups_per_step=1)
+        slow = await reserved(replay)
+        for version in range(2):
+            fresh = await reserved(replay)
+            await replay.add(fresh, group([fresh.version], [fresh.version]))
+            assert group_ids(await sampled(replay, version)) == [fresh.seq] * 2
+            await replay.release(version + 1)
+        last = await reserved(replay)
+        await replay.add(last, group([2], [2]))
+        due = asyncio.create_task(replay.sample(2))
+        await settle()
+        assert not due.done(), "no later batch may hold the slow group"
+        await replay.add(slow, group([0], [1]))
+        batch = await due
+        assert batch is not None
+        assert (batch.stats["staleness/max"], batch.stats["staleness/bound"]) == (2, 2)
+
+    run(main)
+
+
+def test_past_its_deadline_sample_fails_before_a_straggler_timeout_that_is_longer() -> None:
+    async def main() -> None:
+        replay = patient(600.0, sample_timeout_s=0.05)
+        await reserved(replay)
+        with pytest.raises(DeadlineExceeded, match="0 of the next 1 groups are complete; running: seq 0"):
+            await replay.sample(0)
+        assert (await replay.stats())["total/groups_straggled"] == 0
+
+    run(main)
+
+
+@pytest.mark.parametrize("policy", ["fifo", "uniform", "advantage", "staleness", "replay.policies:fifo"])
+def test_a_policy_of_the_configuration_orders_the_batches(policy: str) -> None:
+    async def main() -> None:
+        replay = Replay(ReplayConfig(1, policy=policy), groups_per_step=2, seed=3)
+        tickets = [await reserved(replay) for _ in range(4)]
+        for ticket, size in zip(tickets, (0.0, 0.5, 2.0, 1.0), strict=True):
+            td = group()
+            td["advantages"] = torch.tensor([-size, size])
+            await replay.add(ticket, td)
+        got = group_ids(await sampled(replay, 0))
+        if policy == "advantage":
+            assert got == [2, 2, 3, 3]
+        elif policy != "uniform":
+            assert got == [0, 0, 1, 1]
+
+    run(main)
+
+
+def test_an_unknown_policy_is_refused_at_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"replay\.policy is 'lifo'"):
+        Replay(ReplayConfig(policy="lifo"), groups_per_step=1)
+
+
+KEYS = [
+    *("max_staleness", "window", "straggler_timeout_s", "max_uses", "memory_bytes", "journal_interval_s"),
+    *("reserve_timeout_s", "sample_timeout_s", "max_degenerate_in_a_row"),
+]
 
 
 @pytest.mark.parametrize("name", KEYS)
 def test_a_config_that_cannot_work_is_refused_by_its_key(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"replay.{name} must be .*, got -1"):
+    with pytest.raises(ConfigError, match=f"replay.{name} must .*, got -1"):
         ReplayConfig(**{name: -1})  # type: ignore[arg-type]
