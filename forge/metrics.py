@@ -63,7 +63,16 @@ METRICS: dict[str, Metric] = {
 """Every key of a row, in the order in which it is written."""
 
 METRIC_KEYS: tuple[str, ...] = tuple(METRICS)
-EXTRA_PREFIXES: tuple[str, ...] = ("extra/", "replay/", "groups/", "staleness/hist/", "waste/", "queue/", "discard/")
+EXTRA_PREFIXES: tuple[str, ...] = (
+    "extra/",
+    "replay/",
+    "groups/",
+    "staleness/hist/",
+    "waste/",
+    "queue/",
+    "discard/",
+    "pack/",
+)
 """Keys beyond `METRIC_KEYS` are free under these prefixes."""
 
 NONFINITE = "extra/nonfinite"

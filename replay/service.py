@@ -19,12 +19,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol
 
-import torch
 from tensordict import TensorDict
 
 import forge.channel
-from forge.batch import check_batch
-from forge.errors import DeadlineExceeded, SchemaError, StalenessError
+from forge.errors import DeadlineExceeded, StalenessError
 from forge.registry import lookup
 from replay.buffer import Choice, ReplayBuffer
 from replay.config import ReplayConfig
@@ -32,17 +30,19 @@ from replay.events import Tokens, Trained
 from replay.metrics import batch_stats, discard_rates, interval_stats
 from replay.persistence import JournalPlace, Persistence, Prompts
 from replay.policies import POLICIES
-from replay.shards import make_shards
+from replay.shards import hand_over, waste
 from replay.staleness import Admission, Ticket
-from replay.storage import Record, summarize
+from replay.storage import MemoryBudget, store
 
 
 class Channel(Protocol):
     """The part of `forge.channel` that the replay uses."""
 
+    def alloc(self, like: TensorDict) -> TensorDict: ...
+
     def put(self, td: TensorDict) -> Any: ...
 
-    def take(self, handle: Any) -> TensorDict: ...
+    def open(self, handle: Any) -> TensorDict: ...
 
     def close(self, handle: Any) -> None: ...
 
@@ -52,7 +52,7 @@ class SampledBatch:
     """One batch, ready for the trainer."""
 
     handles: list[Any]
-    """One channel handle a data-parallel rank, to a Batch `[B_r, T_r]` of whole episodes."""
+    """One channel handle a data-parallel rank, to a packed batch of whole episodes (`forge/batch.py`)."""
     policy_version: int
     """The version that the trainer stands at; training on the batch makes the next one."""
     stats: dict[str, float]
@@ -69,7 +69,7 @@ class Replay:
         groups_per_step: int,
         degenerate: Literal["keep", "drop"] = "keep",
         start_version: int = 0,
-        pad_id: int = 0,
+        row_tokens: int = 4096,
         reward_name: str = "the reward",
         seed: int = 0,
         prompts: Prompts | None = None,
@@ -78,7 +78,8 @@ class Replay:
     ) -> None:
         """`start_version` is the policy version that trainer and generators hold when the run begins.
 
-        `seed` is that of policies that draw. With `prompts` each ticket carries one. With `journal` what happens is
+        `row_tokens` is what a trainer's rank sees at once, at most: batches are packed into such rows. `seed` is
+        that of policies that draw. With `prompts` each ticket carries one. With `journal` what happens is
         kept there; with its `resume_from` this replay goes on where the run before ended, and `start_version` is
         that of the checkpoint. Raises ConfigError when `cfg.policy` names no function, JournalError when the journal
         cannot be gone on with, RunFolderError when the disk refuses.
@@ -94,12 +95,13 @@ class Replay:
             window=cfg.window,
             max_uses=cfg.max_uses,
             seed=seed,
+            memory=MemoryBudget(cfg.memory_bytes),
             draw=self._persistence.draw,
             tell=self._persistence.tell,
         )
         self.resumed = self._persistence.start(self._buffer, start_version)
         """What was found in the journal, in one line; "" in a new run."""
-        self._pad_id = pad_id
+        self._row_tokens = row_tokens
         self._channel = channel
         self._closed = False
         self._reservers: deque[asyncio.Future[Ticket | None]] = deque()
@@ -127,8 +129,8 @@ class Replay:
         """Hands in the ticket's group: a Group `[G]`, or the channel handle of one. The replay owns it then.
 
         Sets `group_id` to the ticket's number. Raises SchemaError on a malformed group, whose slot is free
-        then, StalenessError when the ticket is not running, and RewardError when `max_degenerate_in_a_row`
-        groups were dropped in a row.
+        then, StalenessError when the ticket is not running, MemoryBudgetError when it does not fit into
+        `memory_bytes`, and RewardError when `max_degenerate_in_a_row` groups were dropped in a row.
         """
         if self._closed:
             if not isinstance(group, TensorDict):
@@ -136,8 +138,8 @@ class Replay:
             return
         try:
             await self._persistence.room()
-            td = group if isinstance(group, TensorDict) else self._channel.take(group)
-            self._buffer.add(ticket, _read(td, ticket))
+            record = store(group if isinstance(group, TensorDict) else self._channel.open(group), ticket.seq)
+            self._buffer.add(ticket, record)
         except BaseException:
             self._buffer.fail(ticket)
             raise
@@ -158,7 +160,8 @@ class Replay:
         {tokens,episodes}/trained, tokens/wasted and episodes/dropped (too old, too late, or degenerate and
         dropped), waste/share, groups/{degenerate,degenerate_share,expired,straggled,failed} and the mean
         replay/admission_wait_s; of the last 1024 episodes that ended: discard/q1..q4, the share dropped in each
-        quartile of length; and replay/{queued,running}_groups that are left.
+        quartile of length; replay/{queued,running}_groups that are left and the replay/held_bytes of the former; and
+        pack/{waste,padded_waste} of the batch, see `replay.shards.waste`.
 
         Groups that must be in the batch and have run for `straggler_timeout_s`, while this call waited as long,
         are dropped.
@@ -168,10 +171,10 @@ class Replay:
         choice = self._served_again(policy_version) or await self._next_choice(policy_version)
         if choice is None:
             return None
-        stats = self._stats_of(choice, policy_version)
+        stats = self._stats_of(choice, policy_version, num_shards)
         self._persistence.tell(Trained(policy_version, choice.seqs, stats))
         groups = [record.group for record in choice.records]
-        # In a thread: long episodes take long to copy, and `put` may wait until a trainer lets go of memory.
+        # In a thread: long episodes take long to copy, and `alloc` may wait until a trainer lets go of memory.
         handles = await asyncio.to_thread(self._hand_over, groups, num_shards)
         return SampledBatch(handles, policy_version, stats)
 
@@ -225,6 +228,8 @@ class Replay:
             "replay/unreleased_slots": admission.unreleased,
             "replay/running_groups": self._buffer.num_running,
             "replay/queued_groups": self._buffer.num_queued,
+            "replay/held_bytes": self._buffer.memory.held_bytes,
+            "replay/memory_bytes": self._buffer.memory.limit_bytes,
             "replay/waiting_reserves": sum(not waiter.done() for waiter in self._reservers),
             "replay/released_version": admission.released,
             "replay/next_version": admission.next_version,
@@ -295,9 +300,9 @@ class Replay:
         return self._sampler.done()
 
     def _hand_over(self, groups: list[TensorDict], num_shards: int) -> list[Any]:
-        return [self._channel.put(shard) for shard in make_shards(groups, num_shards, self._pad_id)]
+        return hand_over(groups, num_shards, self._row_tokens, self._channel)
 
-    def _stats_of(self, choice: Choice, policy_version: int) -> dict[str, float]:
+    def _stats_of(self, choice: Choice, policy_version: int, num_shards: int) -> dict[str, float]:
         counts = self._buffer.counts
         recent, self._counts_at_sample = counts.since(self._counts_at_sample), replace(counts)
         waits, self._admission_waits = self._admission_waits, []
@@ -305,8 +310,10 @@ class Replay:
             **batch_stats(choice.records, choice.ages_s, policy_version, self._cfg.max_staleness),
             **interval_stats(recent, waits),
             **discard_rates(self._buffer.outcomes),
+            **waste([n for record in choice.records for n in record.lengths], num_shards, self._row_tokens),
             "replay/queued_groups": self._buffer.num_queued,
             "replay/running_groups": self._buffer.num_running,
+            "replay/held_bytes": self._buffer.memory.held_bytes,
         }
 
     def _wake(self) -> None:
@@ -323,12 +330,3 @@ class Replay:
                     return
                 waiter.set_result(ticket)
             self._reservers.popleft()
-
-
-def _read(group: TensorDict, ticket: Ticket) -> Record:
-    check_batch(group)
-    if group.batch_size[0] == 0:
-        raise SchemaError("the group has 0 episodes; fail its ticket instead of adding it")
-    group = group.clone(recurse=False)
-    group["group_id"] = torch.full(group.batch_size, ticket.seq, dtype=torch.int64)
-    return summarize(group)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from tensordict import TensorDict
 
 from forge.errors import ConfigError
-from forge.packing import first_fit, pack, padded_size
+from forge.packing import Alloc, first_fit, pack, padded_size
 
 
 class Channel(Protocol):
@@ -53,12 +53,13 @@ def plan_shards(lengths: Sequence[int], num_shards: int, row_tokens: int) -> lis
     return plans
 
 
-def waste(lengths: Sequence[int], plan: Sequence[Sequence[Sequence[int]]], row_tokens: int) -> dict[str, float]:
+def waste(lengths: Sequence[int], num_shards: int, row_tokens: int) -> dict[str, float]:
     """Shares of a batch that are not tokens, over all ranks.
 
     pack/waste: what stays empty of the rows' budget; a packing trainer computes nothing for it. pack/padded_waste:
     padding among the tokens that a trainer computes which pads its passes instead.
     """
+    plan = plan_shards(lengths, num_shards, row_tokens)
     shards = [[lengths[episode] for episode in chain.from_iterable(rows)] for rows in plan]
     budget = row_tokens * sum(len(rows) for rows in plan)
     return {
@@ -67,20 +68,20 @@ def waste(lengths: Sequence[int], plan: Sequence[Sequence[Sequence[int]]], row_t
     }
 
 
-def hand_over(
-    groups: Sequence[TensorDict], num_shards: int, row_tokens: int, channel: Channel
-) -> tuple[list[Any], dict[str, float]]:
-    """Flat groups as one channel handle a rank, each to a packed batch of whole episodes, and their `waste`.
+def make_shards(
+    groups: Sequence[TensorDict], num_shards: int, row_tokens: int, alloc: Alloc | None = None
+) -> list[TensorDict]:
+    """Flat groups as one packed batch a rank, of whole episodes; one copy, into what `alloc` gives.
 
-    One copy, from the groups into the channel's memory. Raises ConfigError with fewer episodes than shards,
-    ChannelError when the channel has no memory.
+    Raises ConfigError with fewer episodes than shards.
     """
     lengths = list(chain.from_iterable(group["lengths"].tolist() for group in groups))
-    plan = plan_shards(lengths, num_shards, row_tokens)
-    return [channel.put(pack(groups, rows, channel.alloc)) for rows in plan], waste(lengths, plan, row_tokens)
+    return [pack(groups, rows, alloc) for rows in plan_shards(lengths, num_shards, row_tokens)]
 
 
-def make_shards(groups: Sequence[TensorDict], num_shards: int, row_tokens: int = 4096) -> list[TensorDict]:
-    """As `hand_over`, in private memory."""
-    lengths = list(chain.from_iterable(group["lengths"].tolist() for group in groups))
-    return [pack(groups, rows) for rows in plan_shards(lengths, num_shards, row_tokens or 4096)]
+def hand_over(groups: Sequence[TensorDict], num_shards: int, row_tokens: int, channel: Channel) -> list[Any]:
+    """`make_shards` in the channel's memory: one handle a rank, and no other copy on the way to it.
+
+    Raises ConfigError with fewer episodes than shards, ChannelError when the channel has no memory.
+    """
+    return [channel.put(shard) for shard in make_shards(groups, num_shards, row_tokens, channel.alloc)]

@@ -168,6 +168,7 @@ async def _start_replay(cfg: AppConfig, cluster: Cluster, model: str, log: RunLo
         cfg.grpo.groups_per_step,
         cfg.grpo.degenerate,
         start_version=version,
+        row_tokens=cfg.trainer.microbatch_tokens,
         seed=cfg.seed,
         prompts=partial(open_prompts, cfg.data, model, cfg.seed),
         journal=journal,

@@ -11,8 +11,9 @@ import torch
 from tensordict import TensorDict
 
 from forge import channel
-from forge.batch import check_batch, make_group
+from forge.batch import check_packed, collate, make_group
 from forge.errors import ConfigError, DeadlineExceeded, RewardError, SchemaError, StalenessError
+from forge.packing import pad
 from replay.config import ReplayConfig
 from replay.service import Replay, SampledBatch
 from replay.staleness import Ticket
@@ -159,9 +160,11 @@ def test_a_group_may_come_as_a_handle_or_as_a_tensordict() -> None:
         await replay.add(await reserved(replay), channel.put(sent))
         await replay.add(await reserved(replay), sent)
         received = channel.take((await sampled(replay, 0)).handles[0])
-        check_batch(received)
+        check_packed(received)
+        assert received["group_id"].tolist() == [0, 1, 0, 1]  # longest first
+        back, twice = pad([received]), collate([sent, sent])[torch.tensor([0, 2, 1, 3])]
         for key in ("tokens", "token_versions", "behavior_logprobs", "loss_mask", "rewards"):
-            assert torch.equal(received[key], torch.cat([sent[key], sent[key]])), key
+            assert torch.equal(back[key], twice[key]), key
         assert sent["group_id"].tolist() == [0, 0], "the caller's group was changed"
 
     run(main)
@@ -175,9 +178,9 @@ def test_each_rank_gets_its_own_whole_episodes() -> None:
         batch = await sampled(replay, 0, num_shards=3)
         shards = [channel.take(handle) for handle in batch.handles]
         assert sorted(int(shard["lengths"].sum()) for shard in shards) == [11, 15, 16]
-        assert sum(shard.batch_size[0] for shard in shards) == 6
+        assert sum(len(shard["lengths"]) for shard in shards) == 6
         for shard in shards:
-            check_batch(shard)
+            check_packed(shard)
 
     run(main)
 
@@ -229,6 +232,9 @@ def test_the_stats_of_a_batch_speak_of_its_episodes_and_of_the_time_since_the_la
             "discard/q4": 0.0,
             "replay/queued_groups": 1.0,
             "replay/running_groups": 1.0,
+            "replay/held_bytes": 9 * 21 + 2 * 24,  # of the queued group: 9 tokens, 2 episodes
+            "pack/waste": 1 - 15 / 4096,
+            "pack/padded_waste": 1 / 16,
         }
         await replay.add(tickets[5], group([7], [7]))
         later = (await sampled(replay, 8)).stats

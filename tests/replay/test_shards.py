@@ -58,7 +58,7 @@ def flat_groups() -> list[TensorDict]:
 
 
 def test_each_rank_gets_its_own_episodes_packed_and_no_others() -> None:
-    handles, _ = hand_over(flat_groups(), 2, 4, channel)
+    handles = hand_over(flat_groups(), 2, 4, channel)
     long, short = [channel.open(handle) for handle in handles]
     for shard in (long, short):
         check_packed(shard)
@@ -79,7 +79,7 @@ def test_all_ranks_together_get_every_episode_once(lengths: list[list[int]], num
         group = make_group([9], ones, [[-1.0] * n for n in row], [[0] * n for n in row], group_id=number)
         group["rewards"] = torch.arange(len(row)).float()
         groups.append(flatten(group))
-    handles, _ = hand_over(groups, num_shards, 21, channel)
+    handles = hand_over(groups, num_shards, 21, channel)
     shards = [channel.take(handle) for handle in handles]
     found = [(g, r, n) for td in shards for g, r, n in zip(*(td[k].tolist() for k in KEYS), strict=True)]
     assert sorted(found) == [(g, float(e), n + 1) for g, row in enumerate(lengths) for e, n in enumerate(row)]
@@ -99,10 +99,10 @@ def test_a_shard_is_copied_once_into_memory_that_the_channel_lends() -> None:
             return lent[-1]
 
         def put(self, td: TensorDict) -> Any:
-            assert td is lent[-1]
+            assert any(td is one for one in lent)
             return pool.put(td)
 
-    handles, _ = hand_over(flat_groups(), 2, 100, Spy())
+    handles = hand_over(flat_groups(), 2, 100, Spy())
     assert pool.stats().num_segments == 1
     assert [pool.open(handle)["tokens"].shape for handle in handles] == [td["tokens"].shape for td in lent]
     lent.clear()
@@ -111,12 +111,11 @@ def test_a_shard_is_copied_once_into_memory_that_the_channel_lends() -> None:
 
 def test_waste_is_what_stays_empty_in_rows_and_what_padding_would_cost() -> None:
     lengths = [10, 6, 4, 4]
-    plan = plan_shards(lengths, 1, 16)
-    assert plan == [[[0, 1], [2, 3]]]
-    assert waste(lengths, plan, 16) == {"pack/waste": 1 - 24 / 32, "pack/padded_waste": 1 - 24 / (10 + 12 + 4)}
-    both = plan_shards(lengths, 2, 16)
-    assert both == [[[0]], [[1, 2, 3]]] or both == [[[0, 3]], [[1, 2]]]
-    assert waste([5, 5], plan_shards([5, 5], 1, 10), 10) == {"pack/waste": 0.0, "pack/padded_waste": 0.0}
+    assert plan_shards(lengths, 1, 16) == [[[0, 1], [2, 3]]]
+    assert waste(lengths, 1, 16) == {"pack/waste": 1 - 24 / 32, "pack/padded_waste": 1 - 24 / (10 + 12 + 4)}
+    assert plan_shards(lengths, 2, 16) == [[[0, 3]], [[1, 2]]]
+    assert waste(lengths, 2, 16) == {"pack/waste": 1 - 24 / 32, "pack/padded_waste": 1 - 24 / (10 + 12 + 4)}
+    assert waste([5, 5], 1, 10) == {"pack/waste": 0.0, "pack/padded_waste": 0.0}
 
 
 def test_fewer_episodes_than_ranks_is_an_error() -> None:
