@@ -392,6 +392,19 @@ def test_requests_around_a_flip_that_lands_late_read_nothing_that_older_weights_
     check(live.run(next_one()))
 
 
+def test_a_flip_that_lands_after_its_version_was_staged_again_is_no_second_failure(live: Live) -> None:
+    async def scenario() -> None:
+        async with live.syncing(max_failures=2, deadline_s=0.8 * LATE_S) as syncing:
+            await syncing.update()
+            live.perturb(9)
+            await live.engine._engine.collective_rpc(late_flips)
+            await syncing.update()
+            assert syncing.sync.failures == 0
+
+    live.run(scenario())
+    live.check(0, live.run(live.ask(1, 12))[0])
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(200))
 def test_in_any_order_of_requests_aborts_updates_and_failures_everything_goes_on(live: Live, seed: int) -> None:

@@ -55,6 +55,7 @@ class WeightReceiver(AdapterReceiver):
         """
         die_with_parent()
         self._forge_staged = NOTHING  # the version that a flip would make live
+        self._forge_flipped = NOTHING  # the one that the last flip has made live
         # Held for as long as one of the two threads decides what the shadow is for: a flip, or the next version.
         self._forge_turn = threading.Lock()
         self._forge_inbox: Inbox | None = None
@@ -143,26 +144,31 @@ class WeightReceiver(AdapterReceiver):
         """
         begin = time.perf_counter()
         with self._forge_turn:
-            self._forge_take_staged(version)
-            assert self._forge_shadow is not None, "without a shadow there is nothing to flip to"
-            if next(self._forge_shadow.model.parameters()).is_cuda:
-                self._forge_shadow.copy_in_place()
-            else:
-                self._forge_shadow.exchange()
+            # One that the actor gave up may land after its version was staged again: then there is nothing left to do.
+            if (self._forge_staged, self._forge_flipped) != (NOTHING, version):
+                self._forge_check_staged(version)
+                self._forge_exchange()
+                self._forge_staged, self._forge_flipped = NOTHING, version
         return {"pause_s": time.perf_counter() - begin, "labelled": _label_tokens(str(version))}
+
+    def _forge_exchange(self) -> None:
+        assert self._forge_shadow is not None, "without a shadow there is nothing to flip to"
+        if next(self._forge_shadow.model.parameters()).is_cuda:
+            self._forge_shadow.copy_in_place()
+        else:
+            self._forge_shadow.exchange()
 
     def _forge_weights(self, version: int) -> Any:
         """The staged version's weights, for vLLM's weight-transfer interface."""
-        self._forge_take_staged(version)
+        self._forge_check_staged(version)
         assert self._forge_inbox is not None
         return self._forge_inbox.weights()
 
-    def _forge_take_staged(self, version: int) -> None:
+    def _forge_check_staged(self, version: int) -> None:
         staged = self._forge_staged
         if staged != version:
             held = "nothing is" if staged == NOTHING else f"version {staged} is"
             raise RuntimeError(f"version {version} is not staged, {held}")
-        self._forge_staged = NOTHING
 
 
 def _label_tokens(version: str) -> bool:
