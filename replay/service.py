@@ -117,10 +117,8 @@ class Replay:
         """
         if self._closed:
             return None
-        if self._persistence.unclaimed:
-            return self._persistence.unclaimed.popleft()
         start = time.monotonic()
-        ticket = self._buffer.reserve() or await self._wait_for_slot()
+        ticket = self._ticket() or await self._wait_for_slot()
         if ticket is not None:
             self._admission_waits.append(time.monotonic() - start)
         return ticket
@@ -236,6 +234,13 @@ class Replay:
             **{f"total/{name}": value for name, value in asdict(counts).items()},
         }
 
+    def _ticket(self) -> Ticket | None:
+        unclaimed = self._persistence.unclaimed
+        # A ticket that came after the checkpoint promises tokens of a version that is yet to be made again.
+        if unclaimed and unclaimed[0].version <= self._buffer.admission.released:
+            return unclaimed.popleft()
+        return self._buffer.reserve()
+
     async def _wait_for_slot(self) -> Ticket | None:
         waiter: asyncio.Future[Ticket | None] = asyncio.get_running_loop().create_future()
         self._reservers.append(waiter)
@@ -325,7 +330,7 @@ class Replay:
         while self._reservers:
             waiter = self._reservers[0]
             if not waiter.done():
-                ticket = None if self._closed else self._buffer.reserve()
+                ticket = None if self._closed else self._ticket()
                 if ticket is None and not self._closed:
                     return
                 waiter.set_result(ticket)
