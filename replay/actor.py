@@ -63,8 +63,8 @@ class ReplayActor(Actor):
 
     @endpoint
     async def setup(self) -> str:
-        """Makes the replay, which raises what `Replay` raises; returns what it goes on from (`Replay.resumed`)."""
-        return self._replay.resumed
+        """Makes the replay, which raises what `Replay` raises. See `Replay.setup`."""
+        return await self._replay.setup()
 
     @concurrent_endpoint
     async def reserve(self) -> Ticket | None:
@@ -147,7 +147,7 @@ class ReplayClient:
         self._returning: set[asyncio.Task[None]] = set()
 
     async def setup(self) -> str:
-        """Makes the replay; returns what it goes on from, "" in a new run. Raises what `Replay` raises."""
+        """Makes the replay, which raises what `Replay` raises. See `Replay.setup`."""
         return await self._call("setup", self._mesh.setup.call_one())
 
     async def reserve(self) -> Ticket | None:

@@ -99,8 +99,7 @@ class Replay:
             draw=self._persistence.draw,
             tell=self._persistence.tell,
         )
-        self.resumed = self._persistence.start(self._buffer, start_version)
-        """What was found in the journal, in one line; "" in a new run."""
+        self._resumed = self._persistence.start(self._buffer, start_version)
         self._row_tokens = row_tokens
         self._channel = channel
         self._closed = False
@@ -108,6 +107,10 @@ class Replay:
         self._sampler: asyncio.Future[None] | None = None
         self._counts_at_sample = replace(self._buffer.counts)
         self._admission_waits: list[float] = []
+
+    async def setup(self) -> str:
+        """What this replay goes on from, in one line; "" in a new run."""
+        return self._resumed
 
     async def reserve(self) -> Ticket | None:
         """A slot for one group, first come, first served; None once the replay is closed.
