@@ -111,9 +111,13 @@ def test_a_request_overtakes_what_is_under_way_and_what_has_not_begun(workers: l
             await older[1]
         return await newest
 
+    def tell(request: Any) -> None:
+        if request == 2:
+            both_told.wait(LIMIT_S)
+
     both_told = threading.Barrier(3)
     for worker in workers:
-        worker.door._overtake = lambda request: both_told.wait(LIMIT_S) if request == 2 else None
+        worker.door._overtake = tell
     assert run(workers, scenario) == [4, 4]
     assert [worker.done for worker in workers] == [["wait", 2]] * 2
 
