@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from apps.bench import channel, generator, grpo, weightsync
-from apps.bench.harness import llamas, processes, rates, sync_bytes, sync_pause, sync_training
+from apps.bench import channel, generator, grpo, staleness, weightsync
+from apps.bench.harness import llamas, pacing, processes, rates, sync_bytes, sync_pause, sync_training
 from apps.bench.harness.engines import GROUP_SIZE, GROUPS_PER_LOOP, make_turn
 from apps.bench.harness.result import Column, Goal, Result, machine, rows_table, show
 from apps.bench.harness.sync_actors import Span, client_of
@@ -516,6 +516,68 @@ def test_a_program_that_does_not_end_is_ended(tmp_path: Path) -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
+# --- staleness.py: runs in virtual time
+
+PLANT = pacing.Plant(workers=6, steps=30, warm_up=5, groups_per_step=4, mean_latency_s=1.0)
+
+
+def simulated(name: str, bound: int, latencies: list[float]) -> pacing.Simulation:
+    return pacing.Simulation(PLANT, pacing.QUEUES[name](bound, PLANT.groups_per_step), latencies).run()
+
+
+@pytest.mark.parametrize("shape", pacing.LATENCIES)
+def test_latencies_have_their_mean_and_a_longest(shape: str) -> None:
+    drawn = pacing.draw_latencies(shape, 4000, mean_s=2.0)
+    assert sum(drawn) / len(drawn) == pytest.approx(2.0, rel=0.02)
+    assert 0 < min(drawn) <= max(drawn) <= pacing.LONGEST * 2.0
+    assert drawn == pacing.draw_latencies(shape, 4000, mean_s=2.0)
+
+
+def test_in_virtual_time_a_synchronous_run_takes_generation_then_step_then_sync() -> None:
+    run = simulated(pacing.STRICT, 0, [0.5])
+    assert run.now == pytest.approx(PLANT.steps * (0.5 + PLANT.step_s + PLANT.sync_s) - PLANT.sync_s)
+    found = pacing.figures(run)
+    assert found["busy_share"] == pytest.approx(1 / 1.75)
+    assert (found["staleness_max"], found["wasted_share"], found["discard_bias"]) == (0, 0, None)
+
+
+def test_dropping_what_is_stale_drops_what_is_slow_and_pacing_drops_nothing() -> None:
+    latencies = [0.5, 0.5, 0.5, 6.0] * 50
+    dropping = pacing.figures(simulated(pacing.DROP, 1, latencies))
+    assert dropping["staleness_max"] <= 1
+    assert dropping["slow_drops"] > 0.9
+    assert dropping["slow_share"] < 0.3
+    for name in (pacing.STRICT, pacing.WINDOWED):
+        paced = pacing.figures(simulated(name, 1, latencies))
+        assert (paced["staleness_max"], paced["wasted_share"], paced["slow_drops"]) == (1, 0, 0)
+    assert pacing.figures(simulated(pacing.UNBOUNDED, 0, latencies))["staleness_max"] > 1
+
+
+def test_a_queue_that_never_gives_a_batch_is_a_deadlock_and_no_hang() -> None:
+    class Closed(pacing.Open):
+        def batch(self, policy_version: int) -> list[int] | None:
+            return None
+
+        def reserve(self) -> None:
+            return None
+
+    with pytest.raises(RuntimeError, match="deadlock at version 0"):
+        pacing.Simulation(PLANT, Closed(4, None), [1.0]).run()
+
+
+def test_the_staleness_bench_has_a_row_for_every_queue_and_goals_of_the_worst() -> None:
+    rows = staleness.measure(PLANT, [2], seed=0)
+    assert len(rows) == len(pacing.LATENCIES) * len(pacing.QUEUES)
+    result = staleness.make_result(rows, {"steps": PLANT.steps})
+    found = json.loads(printed(result, *staleness.tables(rows, [PLANT]))[-1])
+    goals = {goal["name"]: goal for goal in found["goals"]}
+    assert goals["windowed: versions above the bound"]["met"]
+    assert goals["windowed: share wasted"]["met"]
+    assert goals["windowed over unbounded, bound 2, moderate tails, 6 groups at once"]["value"] <= 1.1
+    worse = [row | {"wasted_share": 0.5} if row["name"] == pacing.WINDOWED else row for row in rows]
+    assert [goal.value for goal in staleness.goals_of(worse) if goal.name == "windowed: share wasted"] == [0.5]
+
+
 # --- command lines
 
 
@@ -528,6 +590,8 @@ def test_a_program_that_does_not_end_is_ended(tmp_path: Path) -> None:
         (generator, ["--sequences", "12"], "multiple of 8"),
         (weightsync, ["--sizes", "2"], "--sizes must be >= 6"),
         (weightsync, ["--parts", "naps"], "invalid choice"),
+        (staleness, ["--steps", "20"], "--steps must be > 20"),
+        (staleness, ["--bounds", "1", "-1"], "--bounds >= 0"),
     ],
 )
 def test_wrong_arguments_end_with_2_before_anything_starts(
