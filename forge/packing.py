@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import cast
 
@@ -27,6 +27,8 @@ from forge.batch import (
     token_keys,
 )
 
+_DTYPES = TOKEN_KEYS | OPTIONAL_TOKEN_KEYS | EPISODE_KEYS | PACKED_KEYS
+_NUMPY = {key: torch.empty(0, dtype=dtype).numpy().dtype for key, dtype in _DTYPES.items()}
 Alloc = Callable[[TensorDict], TensorDict]
 """Makes a TensorDict like the given one, which has no memory, to be filled; `forge.channel.alloc` is one."""
 
@@ -68,20 +70,27 @@ def first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     rows: list[list[int]] = []
-    open_rows: list[tuple[int, list[int]]] = []
-    """(room, row), in the order of `rows`, without those that have no room for the shortest."""
+    open_rows: list[list[int]] = []  # without those that have no room for the shortest
+    rooms: list[int] = []
+    shortest = min(lengths, default=0)
     for index in order:
-        length = lengths[index]
-        place = next((p for p, (room, _) in enumerate(open_rows) if room >= length), None)
-        if place is None:
-            rows.append([index])
-            room, row, place = max_tokens - length, rows[-1], len(open_rows)
-        else:
-            room, row = open_rows[place]
-            row.append(index)
-            room -= length
-        open_rows[place : place + 1] = [(room, row)] if room >= lengths[order[-1]] else []
+        place = _first(rooms, lengths[index])
+        if place == len(rooms):
+            rows.append([])
+            open_rows.append(rows[-1])
+            rooms.append(max_tokens)
+        open_rows[place].append(index)
+        rooms[place] -= lengths[index]
+        if rooms[place] < shortest:
+            del open_rows[place], rooms[place]
     return rows
+
+
+def _first(rooms: Sequence[int], length: int) -> int:
+    for place, room in enumerate(rooms):
+        if room >= length:
+            return place
+    return len(rooms)
 
 
 def padded_cuts(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -107,20 +116,24 @@ def pack(groups: Sequence[TensorDict], rows: Sequence[Sequence[int]], alloc: All
     `rows` are lists of episodes, numbered through all groups; what is in none of them is left out. Raises
     SchemaError when an optional key is in some groups only.
     """
-    pieces = [piece for number, group in enumerate(groups) for piece in _pieces(number, group)]
-    chosen = [pieces[episode] for episode in chain.from_iterable(rows)]
+    keys, order = token_keys(groups), list(chain.from_iterable(rows))
+    pieces = _pieces(groups)
+    chosen = [pieces[episode] for episode in order]
     lengths = [stop - start for _, start, stop in chosen]
-    keys = token_keys(groups)
-    out = _empty(keys, sum(lengths), len(chosen), len(rows), "meta" if alloc else "cpu")
-    if alloc is not None:
-        out = alloc(out)
-    sources, filled = [_arrays(group) for group in groups], _arrays(out)
-    spans = list(_merged(chosen))
+    sizes = _sizes(keys, sum(lengths), len(order), len(rows))
+    if alloc is None:
+        filled: Arrays = {key: np.empty(size, _NUMPY[key]) for key, size in sizes.items()}
+        out = as_tensors(filled)
+    else:
+        out = alloc(_without_memory(sizes))
+        filled = _arrays(out)
+    spans = _merged(chosen)
     for key in keys:
-        np.concatenate([sources[number][key][start:stop] for number, start, stop in spans], out=filled[key])
-    order = list(chain.from_iterable(rows))
+        sources = [array(group[key]) for group in groups]
+        np.concatenate([sources[number][start:stop] for number, start, stop in spans], out=filled[key])
+    numbers = np.array(order)
     for key in EPISODE_KEYS:
-        filled[key][:] = np.concatenate([source[key] for source in sources])[order]
+        filled[key][:] = array(torch.cat([group[key] for group in groups]))[numbers]
     _number(filled, lengths)
     ends = list(accumulate(lengths, initial=0))
     filled["row_offsets"][:] = [ends[count] for count in accumulate(map(len, rows), initial=0)]
@@ -132,22 +145,27 @@ def pad(groups: Sequence[TensorDict], pad_id: int = 0) -> TensorDict:
 
     Raises SchemaError as `pack` does.
     """
-    sources = [_arrays(group) for group in groups]
-    lengths = [source["lengths"].tolist() for source in sources]
+    lengths = [group["lengths"].tolist() for group in groups]
     width, count = max(map(max, lengths)), sum(map(len, lengths))
+    full = [min(of_group) == width for of_group in lengths]
     out: Arrays = {}
     for key in token_keys(groups):
         fill = pad_id if key == "tokens" else OUTSIDE_MASK.get(key, 0)
-        rows, row = np.full((count, width), fill, sources[0][key].dtype), 0
-        for source, group_lengths in zip(sources, lengths, strict=True):
-            start = 0
-            for length in group_lengths:
-                rows[row, :length] = source[key][start : start + length]
+        shape, dtype = (count, width), _NUMPY[key]
+        rows, row = np.empty(shape, dtype) if all(full) else np.full(shape, fill, dtype), 0
+        for group, of_group, has_no_padding in zip(groups, lengths, full, strict=True):
+            source, start = array(group[key]), 0
+            if has_no_padding:
+                rows[row : row + len(of_group)].reshape(-1)[:] = source
+                row += len(of_group)
+                continue
+            for length in of_group:
+                rows[row, :length] = source[start : start + length]
                 row, start = row + 1, start + length
         out[key] = rows
-    for key in EPISODE_KEYS:
-        out[key] = np.concatenate([source[key] for source in sources])
-    return TensorDict({key: torch.from_numpy(value) for key, value in out.items()}, batch_size=[count])
+    tensors = {key: torch.from_numpy(value) for key, value in out.items()}
+    tensors |= {key: torch.cat([group[key] for group in groups]) for key in EPISODE_KEYS}
+    return TensorDict(tensors, batch_size=[count])
 
 
 def row_episodes(packed: TensorDict) -> list[list[int]]:
@@ -157,36 +175,34 @@ def row_episodes(packed: TensorDict) -> list[list[int]]:
     return [list(range(start, stop)) for start, stop in pairwise(bounds)]
 
 
-def _pieces(number: int, group: TensorDict) -> Iterable[tuple[int, int, int]]:
-    """(group, first token, behind the last) of each episode."""
-    start = 0
-    for length in group["lengths"].tolist():
-        yield number, start, start + length
-        start += length
+def _pieces(groups: Sequence[TensorDict]) -> list[tuple[int, int, int]]:
+    """Of each episode of all groups: number of its group, its first token there, and where the next begins."""
+    pieces = []
+    for number, group in enumerate(groups):
+        start = 0
+        for length in group["lengths"].tolist():
+            pieces.append((number, start, start + length))
+            start += length
+    return pieces
 
 
-def _merged(pieces: Iterable[tuple[int, int, int]]) -> Iterable[tuple[int, int, int]]:
+def _merged(pieces: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     """Neighbours in memory as one piece: fewer and longer copies."""
-    last: tuple[int, int, int] | None = None
-    for piece in pieces:
-        if last is not None and last[0] == piece[0] and last[2] == piece[1]:
-            last = (last[0], last[1], piece[2])
+    merged = [pieces[0]]
+    for piece in pieces[1:]:
+        number, start, stop = merged[-1]
+        if piece[0] == number and piece[1] == stop:
+            merged[-1] = (number, start, piece[2])
         else:
-            if last is not None:
-                yield last
-            last = piece
-    if last is not None:
-        yield last
+            merged.append(piece)
+    return merged
 
 
 def _number(out: Arrays, lengths: Sequence[int]) -> None:
     """Fills `position_ids` and `sequence_ids`."""
     count = np.arange(max(lengths))
     np.concatenate([count[:length] for length in lengths], out=out["position_ids"])
-    sequences, start = out["sequence_ids"], 0
-    for number, length in enumerate(lengths):
-        sequences[start : start + length] = number
-        start += length
+    out["sequence_ids"][:] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
 
 
 def _arrays(td: TensorDict) -> Arrays:
@@ -194,10 +210,13 @@ def _arrays(td: TensorDict) -> Arrays:
     return {key: array(cast(torch.Tensor, value)) for key, value in td.items()}
 
 
-def _empty(keys: Sequence[str], num_tokens: int, num_episodes: int, num_rows: int, device: str) -> TensorDict:
-    """A packed batch to be filled."""
-    dtypes = TOKEN_KEYS | OPTIONAL_TOKEN_KEYS | EPISODE_KEYS | PACKED_KEYS
+def _sizes(keys: Sequence[str], num_tokens: int, num_episodes: int, num_rows: int) -> dict[str, int]:
+    """Of a packed batch."""
     sizes = dict.fromkeys(keys, num_tokens) | dict.fromkeys(EPISODE_KEYS, num_episodes)
-    sizes |= {"position_ids": num_tokens, "sequence_ids": num_tokens, "row_offsets": num_rows + 1}
-    empty = {key: torch.empty(size, dtype=dtypes[key], device=device) for key, size in sizes.items()}
+    return sizes | {"position_ids": num_tokens, "sequence_ids": num_tokens, "row_offsets": num_rows + 1}
+
+
+def _without_memory(sizes: dict[str, int]) -> TensorDict:
+    """What `alloc` is to make."""
+    empty = {key: torch.empty(size, dtype=_DTYPES[key], device="meta") for key, size in sizes.items()}
     return TensorDict(empty, batch_size=[])

@@ -32,6 +32,8 @@ def balance(lengths: Sequence[int], num_shards: int) -> list[list[int]]:
             f"num_shards is {num_shards}, the batch has {len(lengths)} episodes and each rank needs one; "
             "lower mesh.trainer.procs or raise grpo.batch_size"
         )
+    if num_shards == 1:
+        return [list(range(len(lengths)))]
     heaps = [(0, shard) for shard in range(num_shards)]
     rows: list[list[int]] = [[] for _ in range(num_shards)]
     for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

@@ -34,7 +34,7 @@ LAUNCH_VARIABLES = {
     "TORCHELASTIC_RUN_ID",
 }
 # Imported by benchmarks only, from a virtual environment of their own.
-PEERS = {"ray", "trl"}
+PEERS = {"ray", "torchrl", "trl"}
 
 
 def python_files(*folders: str) -> list[Path]:
