@@ -22,15 +22,25 @@ MARK = "MESHFORGE_APP_RUN"
 
 
 class AppRun:
-    """One run of an app under a terminal-like process group; `folder` is its run folder."""
+    """One run of an app under a terminal-like process group; `folder` is its run folder.
+
+    With `resumed` it goes on with that run, in its folder.
+    """
 
     def __init__(
-        self, folder: Path, *options: str, launcher: tuple[str, ...] = (), app: Path = APP, prefix: tuple[str, ...] = ()
+        self,
+        folder: Path,
+        *options: str,
+        launcher: tuple[str, ...] = (),
+        app: Path = APP,
+        prefix: tuple[str, ...] = (),
+        resumed: AppRun | None = None,
     ) -> None:
-        self.folder = folder
+        self.folder: Path = resumed.folder if resumed else folder
         self._mark = uuid.uuid4().hex
         self._log = folder.parent / f"{folder.name}.log"
-        command = [*prefix, *(launcher or (sys.executable,)), str(app), *NANO, f"--run.dir={folder}", *options]
+        which = [f"--resume={self.folder}"] if resumed else [*NANO, f"--run.dir={folder}"]
+        command = [*prefix, *(launcher or (sys.executable,)), str(app), *which, *options]
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 command,
@@ -61,6 +71,10 @@ class AppRun:
     def press_ctrl_c(self) -> None:
         """SIGINT to the whole foreground group, as a terminal sends it."""
         os.killpg(self._process.pid, signal.SIGINT)
+
+    def kill_controller(self) -> None:
+        """SIGKILL of the process that was started; its actors have to notice."""
+        self._process.kill()
 
     def kill_actor(self, name: str) -> None:
         """SIGKILL of the actor's own process."""

@@ -17,7 +17,15 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from apps.bench import channel, generator, grpo, staleness, weightsync
-from apps.bench.harness import llamas, pacing, processes, rates, sync_bytes, sync_pause, sync_training
+from apps.bench.harness import (
+    llamas,
+    pacing,
+    processes,
+    rates,
+    sync_bytes,
+    sync_pause,
+    sync_training,
+)
 from apps.bench.harness.engines import GROUP_SIZE, GROUPS_PER_LOOP, make_turn
 from apps.bench.harness.result import Column, Goal, Result, machine, rows_table, show
 from apps.bench.harness.sync_actors import Span, client_of

@@ -34,7 +34,7 @@ def replay_rows() -> list[dict[str, Any]]:
     names = [replay.OURS, replay.COPY, *torchrl_replay.STORAGES]
     rows = replay.buffer_rows(times, names)
     rows.append({"part": "hand-over", "name": "64 episodes", "mb": 69.2, "over_memcpy": 1.4})
-    rows.append({"part": "actor", "name": "sample 64 episodes", "ours, ms": 1.0, "http, ms": 120.0, "x http": 120.0})
+    rows += [{"part": "actor", "name": name, "x Atropos": 120.0} for name in ("add", "add, 8", "sample")]
     return rows
 
 
@@ -53,11 +53,11 @@ def test_the_replay_bench_has_its_tables_its_goals_and_the_json_line() -> None:
     tables = replay.tables(rows, [replay.OURS, *torchrl_replay.STORAGES])
     show(result, *tables, console=Console(file=out, width=150))
     found = json.loads(out.getvalue().splitlines()[-1])
-    assert [goal["met"] for goal in found["goals"]] == [True] * 5
+    assert [goal["met"] for goal in found["goals"]] == [True] * 6
     for row in rows:
         for key in [key for key in row if key.startswith("x Lazy")]:
             del row[key]
-    assert [goal.met for goal in replay.make_goals(rows)] == [False, False, False, True, True]
+    assert [goal.met for goal in replay.make_goals(rows)] == [False, False, False, True, True, True]
 
 
 def test_every_work_on_a_buffer_is_done_and_leaves_it_as_full_as_it_was() -> None:
@@ -83,10 +83,11 @@ def test_a_buffer_behind_http_gives_back_what_it_was_sent() -> None:
 
 
 def test_a_missing_torchrl_says_how_to_make_its_environment(tmp_path: Path) -> None:
-    assert replay_buffers.find_torchrl(tmp_path, None, replay.TORCHRL_SETUP) is None
+    assert replay_buffers.find_python(tmp_path, "torchrl", None, replay.TORCHRL_SETUP) is None
     with pytest.raises(SystemExit, match=r"does not exist.*pip install -r apps/bench/peers/torchrl\.txt"):
-        replay_buffers.find_torchrl(tmp_path, str(tmp_path / "python"), replay.TORCHRL_SETUP)
-    assert (ROOT / "apps/bench/peers/torchrl.txt").is_file()
+        replay_buffers.find_python(tmp_path, "torchrl", str(tmp_path / "python"), replay.TORCHRL_SETUP)
+    for peer in ("torchrl", "atropos"):
+        assert (ROOT / f"apps/bench/peers/{peer}.txt").is_file()
 
 
 def test_a_buffer_that_is_too_small_ends_with_2_before_anything_starts(

@@ -23,6 +23,7 @@ from forge.metrics import METRIC_KEYS
 from forge.placement import plan_placement
 
 Launch = Callable[..., AppRun]
+RERUN = APP.with_name("rerun.py")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 
@@ -94,6 +95,30 @@ def test_ctrl_c_ends_the_run_with_a_checkpoint_that_loads(launch: Launch) -> Non
     assert "Traceback" not in run.output
     assert f"{len(run.rows())} of 1,000" in run.output
     check_checkpoint(run)
+
+
+def test_a_run_whose_controller_is_killed_goes_on_and_its_batches_give_the_same_losses_again(launch: Launch) -> None:
+    options = ["--run.checkpoint_every=2", "--replay.record"]
+    first = launch("--trainer.steps=1000", *options)
+    first.wait_until(lambda: (first.folder / "checkpoints" / "000002").exists(), "a checkpoint")
+    rows = len(first.rows())
+    first.wait_until(lambda: len(first.rows()) > rows, "a step behind it")
+    first.kill_controller()
+    assert first.finish(30) == -signal.SIGKILL
+
+    steps = len(first.rows()) + 4
+    resumed = launch(f"--trainer.steps={steps}", resumed=first)
+    assert resumed.finish() == 0, resumed.output
+    assert "going on behind step" in resumed.output
+    assert "complete groups, of which" in resumed.output
+    check_rows(resumed, steps, bound=1)
+    times = [row["time_s"] for row in resumed.rows()]
+    assert times == sorted(times)
+    check_checkpoint(resumed)
+
+    again = launch(resumed=first, app=RERUN)
+    assert again.finish() == 0, again.output
+    assert f"{steps} of {steps} steps gave the recorded numbers, bit for bit" in again.output
 
 
 @pytest.mark.parametrize(
@@ -262,7 +287,7 @@ def test_weights_go_by_every_transport(launch: Launch, transport: str, delta: bo
         "--mesh.generator.replicas=2",
         "--mesh.slots=4",
     )
-    assert run.finish() == 0
+    assert run.finish(400) == 0
     assert f"weights travel by {transport}, as asked" in run.output
     assert [row["policy_version"] for row in run.rows()] == [1, 2, 3, 4]
 
