@@ -1,6 +1,6 @@
 """The replay buffer: adding, sampling, handing over, saving; against TorchRL's storages, memcpy and HTTP.
 
-    python -m apps.bench.replay [--rounds 10] [--items 10000] [--torchrl-python .venv-torchrl/bin/python]
+    python -m apps.bench.replay [--rounds 10] [--items 10000] [--torchrl-python PY] [--atropos-python PY]
 
 Episodes of 512 tokens in groups of 8, batches of 64, 10,000 episodes in each buffer, the same keys everywhere; one
 thread a process. Every round does each work once on each system, in turns; times are medians over the rounds, of
@@ -12,9 +12,10 @@ and keeps groups, versions and a memory budget; TorchRL's does not. Work:
     sample_packed      the same as a packed batch, rows of 4096 tokens with positions: what ours takes
     save, load         all episodes to the disk (ours: synced, by the journal's snapshot) and back
     hand-over          stored groups -> packed in shared memory -> mapped by another actor, one message included
-    actor              ReplayActor by messages and channel, against HTTP and JSON on one machine
+    actor              ReplayActor by messages and channel, against groups as JSON over HTTP: the server of Atropos
+                       (no versions), and the least that a program can do (apps/bench/peers/http_buffer.py)
 
-Where there is no venv with TorchRL its columns are empty, and its goals not met.
+Where there is no venv with a peer its columns are empty, and its goals not met.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import torch
 from monarch.actor import shutdown_context, this_host
 
 from apps.bench.harness import rates
-from apps.bench.harness.replay_actors import EMPTY, MEMCPY, SHARD, HandOver, HttpBuffer, OurActor, Rank
+from apps.bench.harness.replay_actors import EMPTY, MEMCPY, SHARD, Atropos, HandOver, HttpBuffer, OurActor, Rank
 from apps.bench.harness.replay_buffers import (
     PACKED,
     Memcpy,
@@ -43,7 +44,7 @@ from apps.bench.harness.replay_buffers import (
     TorchRL,
     TorchRLProcess,
     Work,
-    find_torchrl,
+    find_python,
     make_groups,
 )
 from apps.bench.harness.result import Column, Goal, Result, machine, rows_table, show
@@ -52,7 +53,12 @@ from forge.memory import peak_rss_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRL_SETUP = "python3 -m venv .venv-torchrl && .venv-torchrl/bin/pip install -r apps/bench/peers/torchrl.txt"
+ATROPOS_SETUP = (
+    "python3 -m venv .venv-atropos && .venv-atropos/bin/pip install -r apps/bench/peers/atropos.txt && "
+    ".venv-atropos/bin/pip install --no-deps atroposlib==0.4.0"
+)
 OURS, RAGGED, COPY = "ours", "ours, ragged", "memcpy"
+HTTP, ATROPOS = "plain HTTP", "Atropos"
 TENSOR_STORAGES = STORAGES[:2]
 REPEATS = {ADD: 40, ADD_MANY: 2, SAMPLE: 20, PACKED: 20, SAVE: 1, LOAD: 1}
 HAND_OVER_TOKENS = (512, 4096, 32768)
@@ -122,40 +128,44 @@ async def measure_hand_over(work: Work, rounds: int, peaks: dict[str, int]) -> l
     return rows
 
 
-async def measure_actor(work: Work, rounds: int, peaks: dict[str, int]) -> list[dict[str, Any]]:
-    """Adding and sampling through messages, ours and HTTP's."""
+async def measure_actor(work: Work, rounds: int, atropos: str | None, peaks: dict[str, int]) -> list[dict[str, Any]]:
+    """Adding and sampling through messages, and through HTTP."""
     groups = make_groups(work, ACTOR_GROUPS)
+    per_group = 1 / len(groups)
     times: Times = {}
-    with contextlib.closing(HttpBuffer(work)) as peer:
+
+    def add_time(work: str, system: str, seconds: float) -> None:
+        times.setdefault((work, system), []).append(seconds)
+
+    with contextlib.ExitStack() as stack:
+        served = {HTTP: stack.enter_context(contextlib.closing(HttpBuffer(work)))}
+        if atropos is not None:
+            served[ATROPOS] = stack.enter_context(contextlib.closing(Atropos(work, atropos)))
         ours = OurActor(work)
         await ours.add(groups, 1)
         await ours.sample()
         for _ in range(rounds):
-            per_group = 1 / len(groups)
-            times.setdefault(("one producer", OURS), []).append(per_group * await ours.add(groups, 1))
-            times.setdefault(("producers", OURS), []).append(per_group * await ours.add(groups, PRODUCERS))
-            times.setdefault((SAMPLE, OURS), []).append(statistics.median([await ours.sample() for _ in range(8)]))
-            added = per_group * await asyncio.to_thread(peer.add, groups)
-            for name in ("one producer", "producers"):
-                times.setdefault((name, "http"), []).append(added)
-            sampled = statistics.median([await asyncio.to_thread(peer.sample) for _ in range(8)])
-            times.setdefault((SAMPLE, "http"), []).append(sampled)
-        peaks["HTTP buffer"] = peer.peak_bytes()
-    names = {
+            add_time("one producer", OURS, per_group * await ours.add(groups, 1))
+            add_time("producers", OURS, per_group * await ours.add(groups, PRODUCERS))
+            add_time(SAMPLE, OURS, statistics.median([await ours.sample() for _ in range(16)]))
+            for name, peer in served.items():
+                seconds = per_group * await asyncio.to_thread(peer.add, groups)
+                add_time("one producer", name, seconds)
+                add_time("producers", name, seconds)
+                sampled = [await asyncio.to_thread(peer.sample) for _ in range(8)]
+                add_time(SAMPLE, name, statistics.median(sampled))
+        peaks |= {name: peer.peak_bytes() for name, peer in served.items()}
+    titles = {
         "one producer": "add one group, one producer",
         "producers": f"add one group, {PRODUCERS} producers",
         SAMPLE: f"sample {work.batch} episodes",
     }
-    return [
-        {
-            "part": "actor",
-            "name": names[key],
-            "ours, ms": round(1e3 * statistics.median(times[key, OURS]), 3),
-            "http, ms": round(1e3 * statistics.median(times[key, "http"]), 3),
-            "x http": round(rates.ratio(times[key, "http"], times[key, OURS]), 2),
-        }
-        for key in names
-    ]
+    rows = []
+    for key, title in titles.items():
+        row: dict[str, Any] = {"part": "actor", "name": title}
+        row |= {f"{name}, ms": round(1e3 * statistics.median(times[key, name]), 3) for name in (OURS, *served)}
+        rows.append(row | {f"x {name}": round(rates.ratio(times[key, name], times[key, OURS]), 2) for name in served})
+    return rows
 
 
 def make_goals(rows: Sequence[Mapping[str, Any]]) -> list[Goal]:
@@ -167,13 +177,14 @@ def make_goals(rows: Sequence[Mapping[str, Any]]) -> list[Goal]:
         return None if None in found else min(x for x in found if x is not None)
 
     hand_over = [row for row in rows if row["part"] == "hand-over"][-1]
-    sampled = [row for row in rows if row["part"] == "actor"][-1]
+    _, added, sampled = (row for row in rows if row["part"] == "actor")
     return [
         Goal("add one group: x TorchRL's faster tensor storage", least(ADD, TENSOR_STORAGES), 2.0, "least"),
         Goal("sample 64: x TorchRL's best storage", least(SAMPLE, STORAGES), 1.0, "least"),
         Goal("sample 64 packed: x TorchRL's best storage", least(PACKED, STORAGES), 1.0, "least"),
         Goal(f"hand-over of {hand_over['mb']:g} MB: x memcpy", hand_over["over_memcpy"], 1.5, "most"),
-        Goal("actor, sample 64: x HTTP and JSON", sampled["x http"], 100.0, "least"),
+        Goal(f"actor, add one group: x {ATROPOS}", added.get(f"x {ATROPOS}"), 100.0, "least"),
+        Goal(f"actor, sample 64: x {ATROPOS}", sampled.get(f"x {ATROPOS}"), 100.0, "least"),
     ]
 
 
@@ -184,7 +195,8 @@ def tables(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Any]
     found = [*(Column(f"{name}, ms", f"{name}, ms", ".3f") for name in names)]
     found += [Column(f"x {name}", f"x {name}", ".2f") for name in names if name not in (OURS, RAGGED)]
     across = [Column(f"{name}, ms", f"{name}, ms", ".3f") for name in (SHARD, MEMCPY, EMPTY)]
-    actor = [Column("ours, ms", "ours, ms", ".2f"), Column("http, ms", "http, ms", ".2f"), Column("x", "x http", ".1f")]
+    actor = [Column(f"{name}, ms", f"{name}, ms", ".2f") for name in (OURS, HTTP, ATROPOS)]
+    actor += [Column(f"x {name}", f"x {name}", ".1f") for name in (HTTP, ATROPOS)]
     return [
         rows_table("in one process; x: how often ours fits into the other's time", parts["buffer"], [work, *found]),
         rows_table(
@@ -192,7 +204,7 @@ def tables(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Any]
             parts["hand-over"],
             [work, Column("MB", "mb", ".1f"), *across, Column("x memcpy", "over_memcpy", ".2f")],
         ),
-        rows_table("as an actor, against HTTP and JSON", parts["actor"], [work, *actor]),
+        rows_table("as an actor, against HTTP", parts["actor"], [work, *actor]),
     ]
 
 
@@ -206,7 +218,9 @@ def peers(python: str | None, work: Work) -> Iterator[TorchRLProcess | None]:
         yield process
 
 
-def measure(work: Work, rounds: int, python: str | None, say: Callable[[str], None]) -> tuple[Result, list[str]]:
+def measure(
+    work: Work, rounds: int, python: str | None, atropos: str | None, say: Callable[[str], None]
+) -> tuple[Result, list[str]]:
     """Everything; the names of the systems that took part."""
     torch.set_num_threads(1)
     peaks: dict[str, int] = {}
@@ -225,7 +239,7 @@ def measure(work: Work, rounds: int, python: str | None, say: Callable[[str], No
     say("hand-over")
     rows += asyncio.run(measure_hand_over(work, rounds, peaks))
     say("actor")
-    rows += asyncio.run(measure_actor(work, rounds, peaks))
+    rows += asyncio.run(measure_actor(work, rounds, atropos, peaks))
     peaks["bench and its children"] = peak_rss_bytes()
     settings = {**vars(work), "rounds": rounds}
     return Result("replay", rows, make_goals(rows), peaks, machine(**versions), {"settings": settings}), names
@@ -239,13 +253,18 @@ def main() -> None:
     parser.add_argument(
         "--torchrl-python", help=f"Python of a venv with TorchRL (default .venv-torchrl): {TORCHRL_SETUP}"
     )
+    parser.add_argument(
+        "--atropos-python", help=f"Python of a venv with Atropos (default .venv-atropos): {ATROPOS_SETUP}"
+    )
     args = parser.parse_args()
     if args.rounds < 1 or args.items < 64 * 8:
         parser.error(f"--rounds must be >= 1 and --items >= 512, got {args.rounds} and {args.items}")
-    python = find_torchrl(ROOT, args.torchrl_python, TORCHRL_SETUP)
+    python = find_python(ROOT, "torchrl", args.torchrl_python, TORCHRL_SETUP)
+    atropos = find_python(ROOT, "atropos", args.atropos_python, ATROPOS_SETUP)
     work = Work(items=args.items // 64 * 64)
-    found, names = measure(work, args.rounds, python, lambda text: print(text, file=sys.stderr, flush=True))
+    found, names = measure(work, args.rounds, python, atropos, lambda text: print(text, file=sys.stderr, flush=True))
     notes = [] if python else [f"TorchRL did not run; make its environment with: {TORCHRL_SETUP}"]
+    notes += [] if atropos else [f"Atropos did not run; make its environment with: {ATROPOS_SETUP}"]
     show(found, *tables(found.rows, names), notes=notes)
     shutdown_context().get()
     sys.stdout.flush()

@@ -239,11 +239,11 @@ class TorchRLProcess:
         return json.loads(line)
 
 
-def find_torchrl(root: Path, asked_for: str | None, setup: str) -> str | None:
-    """The Python that was asked for, else that of .venv-torchrl where there is one; not resolved, as in `find_trl`."""
-    python = Path(asked_for) if asked_for else root / ".venv-torchrl" / "bin" / "python"
+def find_python(root: Path, peer: str, asked_for: str | None, setup: str) -> str | None:
+    """The Python that was asked for, else that of .venv-`peer` where there is one; not resolved, as in `find_trl`."""
+    python = Path(asked_for) if asked_for else root / f".venv-{peer}" / "bin" / "python"
     if not python.exists():
         if asked_for:
-            raise SystemExit(f"--torchrl-python {asked_for} does not exist; make it with: {setup}")
+            raise SystemExit(f"--{peer}-python {asked_for} does not exist; make it with: {setup}")
         return None
     return str(python.absolute())
