@@ -1,7 +1,8 @@
 """Tasks and prompts: what the policy is asked, in an order that a restart continues.
 
-A *task* is a function that returns rows, any map-style data set (`len(rows)`, `rows[i]`): a list, a Hugging
-Face data set, a class of your own. A row is a mapping with
+A *task* is a function that returns rows: any map-style data set (`len(rows)`, `rows[i]`), a list, a Hugging Face data
+set, a class of your own; or, where there is neither length nor index, any iterable that begins anew with each
+`iter(rows)`, endless or not. A row is a mapping with
 
     messages   list of {"role", "content"}   goes through the tokenizer's chat template, or else
     prompt     str                           is tokenized as it stands
@@ -16,8 +17,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -26,8 +28,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[imp
 
 from forge import registry
 from forge.errors import ConfigError
+from forge.streamed_rows import Passes, Row
 
-Row = Mapping[str, Any]
 Encoder = Callable[[Row], tuple[str, list[int]]]
 """A row to the text and the token ids that the policy continues."""
 
@@ -78,15 +80,22 @@ class DataConfig:
         return {**self.args, **({} if self.path is None else {"path": self.path})}
 
 
-def load_task(cfg: DataConfig) -> Rows:
-    """Calls the task; applies `size` and `system_prompt`. Raises ConfigError when there are no rows."""
+def load_task(cfg: DataConfig) -> Any:
+    """The task's rows (`Rows`, or an iterable of them), with `size` and `system_prompt` applied.
+
+    Raises ConfigError when there are none.
+    """
     cfg.validate()
     rows = registry.load(cfg.task, "data.task")(**cfg.keywords)
     if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
-        raise ConfigError(
-            f"data.task {cfg.task} returned a {type(rows).__name__}; it must return rows with len() and "
-            "an index, such as a list"
-        )
+        if not hasattr(rows, "__iter__") or iter(rows) is rows:
+            raise ConfigError(
+                f"data.task {cfg.task} returned a {type(rows).__name__}; it must return rows with len() and an index, "
+                "such as a list, or an object whose __iter__ begins anew"
+            )
+        if cfg.size is None and cfg.system_prompt is None:
+            return rows
+        return _StreamView(rows, cfg.size, cfg.system_prompt)
     if not len(rows):
         raise ConfigError(f"data.task {cfg.task} returned 0 rows; training needs at least one prompt")
     return _View(rows, cfg.size, cfg.system_prompt)
@@ -104,10 +113,25 @@ class _View:
         return min(len(self.rows), self.size or len(self.rows))
 
     def __getitem__(self, index: int) -> Row:
-        row = self.rows[index]
-        if self.system_prompt is None or "messages" not in row:
-            return row
-        return {**row, "messages": [{"role": "system", "content": self.system_prompt}, *row["messages"]]}
+        return _under(self.system_prompt, self.rows[index])
+
+
+@dataclass(frozen=True)
+class _StreamView:
+    """The same of rows without an index. Read again up to where a resumed stream stands."""
+
+    rows: Iterable[Row]
+    size: int | None
+    system_prompt: str | None
+
+    def __iter__(self) -> Iterator[Row]:
+        return (_under(self.system_prompt, row) for row in islice(self.rows, self.size))
+
+
+def _under(system_prompt: str | None, row: Row) -> Row:
+    if system_prompt is None or "messages" not in row:
+        return row
+    return {**row, "messages": [{"role": "system", "content": system_prompt}, *row["messages"]]}
 
 
 def make_encoder(tokenizer: Any, template_args: Mapping[str, Any] | None = None) -> Encoder:
@@ -151,21 +175,27 @@ class Prompt:
 class PromptStream:
     """Prompts for ever: epoch after epoch, each a permutation of all rows that depends on (seed, epoch) only.
 
-    `state_dict()` says how far the stream has come; a stream over the same rows that loads it goes on with
-    the very next prompt. Raises ConfigError for an empty data set, and for rows that cannot be encoded.
+    Rows without an index come in their own order, whatever `shuffle` says. `state_dict()` says how far the stream has
+    come; a stream over the same rows that loads it goes on with the very next prompt. Raises ConfigError for an empty
+    data set, and for rows that cannot be encoded.
     """
 
-    def __init__(self, rows: Rows, encode: Encoder, seed: int = 0, *, shuffle: bool = True) -> None:
-        if not len(rows):
-            raise ConfigError("the data set has 0 rows; a stream of prompts needs at least one")
-        self._setting = {"rows": len(rows), "seed": seed, "shuffle": shuffle}
-        self._prompts = _Prompts(rows, encode)
-        self._order = _Order(len(rows), seed, shuffle)
+    def __init__(self, rows: Rows | Iterable[Row], encode: Encoder, seed: int = 0, *, shuffle: bool = True) -> None:
+        prompts: _Prompts | Passes
+        self._order: _Order | None = None
+        if hasattr(rows, "__len__") and hasattr(rows, "__getitem__"):
+            if not len(rows):
+                raise ConfigError("the data set has 0 rows; a stream of prompts needs at least one")
+            self._setting = {"rows": len(rows), "seed": seed, "shuffle": shuffle}
+            prompts, self._order = _Prompts(rows, encode), _Order(len(rows), seed, shuffle)
+        else:
+            self._setting = {"rows": -1, "seed": seed, "shuffle": False}
+            prompts = Passes(rows, lambda epoch, number, row: _prompt(epoch, number, row, encode))
         with warnings.catch_warnings():
             # torchdata 0.11 calls a function that torch deprecates.
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
             self._loader: StatefulDataLoader[Prompt] = StatefulDataLoader(
-                self._prompts,
+                prompts,
                 batch_size=None,
                 sampler=self._order,
                 collate_fn=lambda prompt: prompt,
@@ -173,6 +203,7 @@ class PromptStream:
                 generator=torch.Generator().manual_seed(seed),
             )
         self._iterator: Iterator[Prompt] | None = None
+        self._peeked: tuple[Prompt, dict[str, Any]] | None = None
 
     async def next(self) -> Prompt:
         """The next prompt; there always is one. Waits for nothing; each caller gets another prompt."""
@@ -180,17 +211,23 @@ class PromptStream:
 
     def draw(self) -> Prompt:
         """`next`, for callers without an event loop."""
+        if self._peeked is not None:
+            (prompt, _), self._peeked = self._peeked, None
+            return prompt
         if self._iterator is None:
             self._iterator = iter(self._loader)
         return next(self._iterator)
 
     def peek(self) -> Prompt:
         """The prompt that `next` will return."""
-        return self._prompts[self._order.upcoming()]
+        if self._peeked is None:
+            before = self.state_dict()
+            self._peeked = self.draw(), before
+        return self._peeked[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands; holds plain numbers only."""
-        return {**self._setting, "loader": self._loader.state_dict()}
+        """Where the stream stands; plain values only, where those of the rows are."""
+        return self._peeked[1] if self._peeked is not None else {**self._setting, "loader": self._loader.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on after the last prompt before `state_dict()`; ConfigError if that was another stream's."""
@@ -200,6 +237,7 @@ class PromptStream:
                     f"the saved prompt stream has {key} = {state[key]}, this one {value}; "
                     "resume with the configuration of the run that saved it"
                 )
+        self._peeked = None
         self._loader.load_state_dict(dict(state["loader"]))
         self._iterator = iter(self._loader)
 
@@ -216,13 +254,16 @@ class _Prompts:
 
     def __getitem__(self, index: tuple[int, int]) -> Prompt:
         epoch, number = index
-        row = self._rows[number]
-        if ("messages" in row) == ("prompt" in row):
-            raise ConfigError(f"row {number} has the keys {sorted(row)}; it needs one of `messages` and `prompt`")
-        text, token_ids = self._encode(row)
-        if not token_ids:
-            raise ConfigError(f"row {number} has 0 tokens; a completion needs at least one token before it")
-        return Prompt(number, epoch, text, token_ids, row.get("answer"), dict(row.get("metadata") or {}))
+        return _prompt(epoch, number, self._rows[number], self._encode)
+
+
+def _prompt(epoch: int, number: int, row: Row, encode: Encoder) -> Prompt:
+    if ("messages" in row) == ("prompt" in row):
+        raise ConfigError(f"row {number} has the keys {sorted(row)}; it needs one of `messages` and `prompt`")
+    text, token_ids = encode(row)
+    if not token_ids:
+        raise ConfigError(f"row {number} has 0 tokens; a completion needs at least one token before it")
+    return Prompt(number, epoch, text, token_ids, row.get("answer"), dict(row.get("metadata") or {}))
 
 
 class _Order(Sampler[tuple[int, int]]):

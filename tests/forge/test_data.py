@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,76 @@ def test_messages_without_a_chat_template_are_refused() -> None:
         make_encoder(word_tokenizer(None))(HELLO)
 
 
+# ---- rows without an index ------------------------------------------------------------------------------
+
+
+class Stream:
+    """Begins anew with each pass; endless where `count` is None."""
+
+    def __init__(self, count: int | None) -> None:
+        self.count, self.read = count, 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for i in itertools.count() if self.count is None else range(self.count):
+            self.read += 1
+            yield {"prompt": f"p{i}", "answer": i}
+
+
+class StatefulStream(Stream):
+    """Knows where it stands, as a Hugging Face IterableDataset does."""
+
+    at = begin = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        begin, self.begin = self.begin, 0
+        for self.at, row in enumerate(itertools.islice(super().__iter__(), begin, None), begin + 1):
+            yield row
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.begin = self.at = state["at"]
+
+
+@pytest.mark.parametrize("rows", [Stream, StatefulStream])
+@pytest.mark.parametrize("count", [1, 5, None])
+@pytest.mark.parametrize("cut", [0, 1, 4, 5, 13])
+def test_a_stream_without_an_index_goes_on_where_it_stood(rows: type[Stream], count: int | None, cut: int) -> None:
+    whole = names(take(PromptStream(rows(count), encode), 20))
+    per_epoch = count or 20
+    assert whole == [(i // per_epoch, i % per_epoch) for i in range(20)]
+    first = PromptStream(rows(count), encode)
+    assert names(take(first, cut)) == whole[:cut]
+    state = first.state_dict()
+    assert names(take(first, 3)) == whole[cut : cut + 3], "reading the state moved the stream"
+    second = PromptStream(rows(count), encode)
+    second.load_state_dict(state)
+    assert names([second.peek()]) == whole[cut : cut + 1]
+    assert second.state_dict()["rows"] == -1
+    assert names(take(second, 20 - cut)) == whole[cut:]
+
+
+def test_a_peek_is_not_in_the_state() -> None:
+    stream = PromptStream(Stream(None), encode)
+    take(stream, 2)
+    assert names([stream.peek(), stream.peek()]) == [(0, 2), (0, 2)]
+    other = PromptStream(Stream(None), encode)
+    other.load_state_dict(stream.state_dict())
+    assert names(take(other, 2)) == names(take(stream, 2)) == [(0, 2), (0, 3)]
+
+
+def test_a_stream_of_no_rows_is_refused_when_it_is_read() -> None:
+    with pytest.raises(ConfigError, match="the data set has 0 rows"):
+        PromptStream(Stream(0), encode).peek()
+
+
+def test_rows_that_can_be_read_once_only_are_refused() -> None:
+    with pytest.raises(ConfigError, match="can be read once only"):
+        PromptStream((row for row in ROWS), encode)
+
+
 # ---- tasks from the configuration -------------------------------------------------------------------
 
 USER_TASK = """
@@ -191,6 +262,13 @@ def rows(n=4, path="none"):
 def plain(): return [{"prompt": "hello"}]
 def empty(): return []
 def generator(): yield {"prompt": "a"}
+class Endless:
+    def __iter__(self):
+        i = 0
+        while True:
+            yield {"messages": [{"role": "user", "content": str(i)}]}
+            i += 1
+def endless(): return Endless()
 """
 
 
@@ -213,6 +291,16 @@ def test_a_system_prompt_comes_before_the_messages_and_leaves_plain_prompts_alon
     row = load_task(DataConfig(f"{user_module}:rows", system_prompt="be brief"))[0]
     assert [m["role"] for m in row["messages"]] == ["system", "user"]
     assert load_task(DataConfig(f"{user_module}:plain", system_prompt="be brief"))[0] == {"prompt": "hello"}
+
+
+def test_a_task_may_be_endless(user_module: str) -> None:
+    rows = load_task(DataConfig(f"{user_module}:endless", size=3, system_prompt="be brief"))
+    stream = PromptStream(rows, lambda row: (row["messages"][1]["content"], [len(row["messages"])]))
+    prompts = take(stream, 5)
+    assert names(prompts) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+    assert [p.text for p in prompts] == ["0", "1", "2", "0", "1"]
+    assert {p.token_ids[0] for p in prompts} == {2}
+    assert len(take(PromptStream(load_task(DataConfig(f"{user_module}:endless")), lambda row: ("x", [1])), 50)) == 50
 
 
 @pytest.mark.parametrize(
