@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from forge.batch import Arrays, array, checked_arrays, is_packed
@@ -54,7 +55,7 @@ def store(group: TensorDict, group_id: int) -> Record:
         raise SchemaError("the group has 0 episodes; fail its ticket instead of adding it")
     flat = flat_arrays(arrays)
     flat["group_id"].fill(group_id)
-    return _record(flat, as_tensors(flat))
+    return _record(flat, as_tensors(flat), flat["token_versions"])
 
 
 def summarize(group: TensorDict) -> Record:
@@ -63,26 +64,27 @@ def summarize(group: TensorDict) -> Record:
     Raises SchemaError when a reward is not finite.
     """
     flat = group if is_packed(group) else flatten(group)
-    return _record({key: array(cast(torch.Tensor, value)) for key, value in flat.items()}, flat)
+    arrays = {key: array(cast(torch.Tensor, value)) for key, value in flat.items()}
+    return _record(arrays, flat, np.where(arrays["loss_mask"], arrays["token_versions"], -1))
 
 
-def _record(flat: Arrays, group: TensorDict) -> Record:
-    rewards, lengths, mask = flat["rewards"].tolist(), flat["lengths"].tolist(), flat["loss_mask"]
+def _record(flat: Arrays, group: TensorDict, versions: NDArray[Any]) -> Record:
+    """`versions` are -1 where nothing is trained."""
+    rewards, lengths = flat["rewards"].tolist(), flat["lengths"].tolist()
     if not all(map(math.isfinite, rewards)):
         raise SchemaError(f"rewards must be finite, got {rewards}; a reward of nan would reach every weight")
-    versions = np.where(mask, flat["token_versions"], -1)
     # Read as unsigned, -1 is larger than any version.
     oldest = np.minimum.reduceat(versions.view(np.uint64), list(accumulate(lengths[:-1], initial=0))).view(np.int64)
     return Record(
         group=group,
         oldest=oldest.tolist(),
         newest=int(versions.max()),
-        num_tokens=int(np.count_nonzero(mask)),
+        num_tokens=int(np.count_nonzero(flat["loss_mask"])),
         rewards=rewards,
         degenerate=max(rewards) == min(rewards),
         lengths=lengths,
         magnitude=math.fsum(map(abs, flat["advantages"].tolist())) / len(lengths),
-        nbytes=sum(value.nbytes for value in flat.values()),
+        nbytes=sum([value.nbytes for value in flat.values()]),
     )
 
 
