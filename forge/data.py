@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils.data import Sampler
@@ -34,6 +34,7 @@ Encoder = Callable[[Row], tuple[str, list[int]]]
 """A row to the text and the token ids that the policy continues."""
 
 
+@runtime_checkable
 class Rows(Protocol):
     """A map-style data set of rows."""
 
@@ -87,7 +88,7 @@ def load_task(cfg: DataConfig) -> Any:
     """
     cfg.validate()
     rows = registry.load(cfg.task, "data.task")(**cfg.keywords)
-    if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
+    if not isinstance(rows, Rows):
         if not hasattr(rows, "__iter__") or iter(rows) is rows:
             raise ConfigError(
                 f"data.task {cfg.task} returned a {type(rows).__name__}; it must return rows with len() and an index, "
@@ -183,7 +184,7 @@ class PromptStream:
     def __init__(self, rows: Rows | Iterable[Row], encode: Encoder, seed: int = 0, *, shuffle: bool = True) -> None:
         prompts: _Prompts | Passes
         self._order: _Order | None = None
-        if hasattr(rows, "__len__") and hasattr(rows, "__getitem__"):
+        if isinstance(rows, Rows):
             if not len(rows):
                 raise ConfigError("the data set has 0 rows; a stream of prompts needs at least one")
             self._setting = {"rows": len(rows), "seed": seed, "shuffle": shuffle}

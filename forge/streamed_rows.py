@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -22,7 +22,7 @@ class Passes(IterableDataset[Any]):
     one pass, as a generator is.
     """
 
-    def __init__(self, rows: Iterable[Row], make: Callable[[int, int, Row], Any]) -> None:
+    def __init__(self, rows: Any, make: Callable[[int, int, Row], Any]) -> None:
         if iter(rows) is rows:
             raise ConfigError(
                 f"rows that can be read once only ({type(rows).__name__}) end after one epoch and cannot be resumed; "
@@ -60,7 +60,7 @@ class Passes(IterableDataset[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._epoch, self._position, self._pass = state["epoch"], state["position"], None
         if self._is_stateful:
-            self._rows.load_state_dict(state["rows"])  # type: ignore[attr-defined]
+            self._rows.load_state_dict(state["rows"])
         else:
             self._pass = itertools.islice(self._current(), self._position, None)
 

@@ -1,7 +1,7 @@
 """A run in one process, without a model: real replay, journal, checkpoints and prompts; a generator and a trainer that
-keep books. Killed and started again by test_crash.py; nothing here knows about that.
+keep books. bench/crash.py and a test kill it and start it again; nothing here knows about that.
 
-    python crash_run.py FOLDER STEPS
+    python -m apps.bench.harness.crash_run FOLDER STEPS '{"token_s": 0.001}'
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import json
 import random
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,25 @@ ROWS = 37
 GROUPS_PER_STEP = 3
 GROUP_SIZE = 2
 MAX_STALENESS = 2
-EVERY = 3
-TOKEN_S, STEP_S, PROGRESS_S = 0.001, 0.01, 0.01
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast all goes, in seconds; `every` is in steps, `lengths` are the tokens that an episode may have."""
+
+    token_s: float = 0.001
+    step_s: float = 0.01
+    progress_s: float = 0.01
+    journal_s: float = 0.05
+    every: int = 3
+    lengths: tuple[int, ...] = (3, 5, 8, 40)
 
 
 class Trainer:
-    """Its state is the list of what it was trained on."""
+    """Its state is the list of the prompts that it was trained on, batch by batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
         self.seen: list[list[int]] = []
         self._saving: asyncio.Task[None] | None = None
 
@@ -59,7 +71,7 @@ class Trainer:
         # Packed episodes come in any order; all of a group begin with its prompt.
         prompts = {int(group): int(td["tokens"][at]) for group, at in zip(td["group_id"], starts, strict=True)}
         self.seen.append(list(prompts.values()))
-        await asyncio.sleep(STEP_S)
+        await asyncio.sleep(self._pace.step_s)
         return len(self.seen)
 
 
@@ -71,8 +83,9 @@ def _write(folder: Path, text: str) -> None:
 class Generator:
     """Makes token `place * 1000 + position`, and writes down that it did before anybody hears of it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, pace: Pace) -> None:
         self.version = 0
+        self.pace = pace
         self._log = open(folder / "generated.log", "a", buffering=1)  # noqa: SIM115
         self._fresh: list[Tokens] = []
 
@@ -81,7 +94,7 @@ class Generator:
         tokens = [] if begun is None else begun.tokens.tolist()
         versions = [] if begun is None else begun.versions.tolist()
         for position in range(len(tokens), length):
-            await asyncio.sleep(TOKEN_S)
+            await asyncio.sleep(self.pace.token_s)
             self._log.write(f"{ticket.seq} {place} {position}\n")
             tokens.append(place * 1000 + position)
             versions.append(self.version)
@@ -98,7 +111,7 @@ class Generator:
 async def rollout_loop(replay: Replay, generator: Generator) -> None:
     while (ticket := await replay.reserve()) is not None:
         rng = random.Random(ticket.seq)
-        lengths = [rng.choice((3, 5, 8, 40)) for _ in range(GROUP_SIZE)]
+        lengths = [rng.choice(generator.pace.lengths) for _ in range(GROUP_SIZE)]
         made = await asyncio.gather(*(generator.episode(ticket, g, n) for g, n in enumerate(lengths)))
         for place, (tokens, _) in enumerate(made):
             assert tokens == [place * 1000 + position for position in range(lengths[place])], "a token is not its own"
@@ -109,31 +122,31 @@ async def rollout_loop(replay: Replay, generator: Generator) -> None:
         await replay.add(ticket, group)
 
 
-async def main(folder: Path, steps: int) -> None:
+async def main(folder: Path, steps: int, pace: Pace) -> None:
+    """Begins or goes on with the run in `folder`, up to `steps`."""
     checkpoints = Checkpoints(folder / "checkpoints")
     found = checkpoints.latest()
-    trainer, generator = Trainer(), Generator(folder)
+    trainer, generator = Trainer(pace), Generator(folder, pace)
     if found is not None:
         trainer.seen = json.loads((found.path / "trainer" / "seen.json").read_text())
         assert len(trainer.seen) == found.version
     version = generator.version = len(trainer.seen)
     resumed = version if (folder / "journal").exists() else None
-    prompts = PromptStream([{"prompt": str(i)} for i in range(ROWS)], lambda row: (row["prompt"], [1]), seed=3)
     replay = Replay(
-        ReplayConfig(MAX_STALENESS, journal_interval_s=0.05, reserve_timeout_s=30, sample_timeout_s=30),
+        ReplayConfig(MAX_STALENESS, journal_interval_s=pace.journal_s, reserve_timeout_s=30, sample_timeout_s=30),
         groups_per_step=GROUPS_PER_STEP,
         start_version=version,
-        prompts=prompts,
+        prompts=make_prompts(),
         journal=JournalPlace(str(folder / "journal"), "crash", resumed),
     )
-    saver = Saver(checkpoints, trainer, replay, EVERY)
+    saver = Saver(checkpoints, trainer, replay, pace.every)
     print("running", flush=True)
     slots = GROUPS_PER_STEP * (MAX_STALENESS + 1)
     loops = [asyncio.create_task(rollout_loop(replay, generator)) for _ in range(slots)]
 
     async def progress_loop() -> None:
         while True:
-            await asyncio.sleep(PROGRESS_S)
+            await asyncio.sleep(pace.progress_s)
             await replay.progress(generator.progress())
 
     loops.append(asyncio.create_task(progress_loop()))
@@ -152,5 +165,10 @@ async def main(folder: Path, steps: int) -> None:
     await replay.shut_down()
 
 
+def make_prompts() -> PromptStream:
+    """The stream that every run begins with."""
+    return PromptStream([{"prompt": str(i)} for i in range(ROWS)], lambda row: (row["prompt"], [1]), seed=3)
+
+
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2])))
+    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2]), Pace(**json.loads(sys.argv[3]))))
