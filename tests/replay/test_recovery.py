@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -262,43 +263,43 @@ class World:
         self.rotate(whole=True)
 
 
-ACTIONS = st.one_of(
-    st.just(("reserve",)),
-    st.tuples(st.just("progress"), st.integers(0, 104)),
-    st.tuples(st.just("add"), st.integers(0, 5)),
-    st.just(("train",)),
-    st.tuples(st.just("fail"), st.integers(0, 5)),
-    st.just(("sync",)),
-    st.tuples(st.just("checkpoint"), st.sampled_from([True, True, False])),
-    st.tuples(st.just("crash"), st.floats(0, 1), st.integers(0, 3)),
-)
+NAMES = [
+    "reserve",
+    "reserve",
+    "progress",
+    "progress",
+    "add",
+    "add",
+    "train",
+    "train",
+    "fail",
+    "sync",
+    "checkpoint",
+    "crash",
+]
+ACTIONS = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 104), st.floats(0, 1)), min_size=20, max_size=40)
 
 
-@settings(max_examples=60)
-@given(st.lists(ACTIONS, max_size=40), st.floats(0, 1))
+@settings(max_examples=40)
+@given(ACTIONS, st.floats(0, 1))
 def test_any_prefix_of_what_was_written_recovers_to_the_state_of_the_events_in_it(
-    actions: list[tuple[Any, ...]], end: float
+    actions: list[tuple[str, int, float]], end: float
 ) -> None:
-    with tempfile.TemporaryDirectory() as folder:
+    # Syncs say what a power cut leaves; what lies in the files is the same without them.
+    with tempfile.TemporaryDirectory() as folder, mock.patch("replay.writer.os.fsync"):
         world = World(Path(folder) / "journal")
-        for name, *arguments in actions:
-            match name:
-                case "reserve":
-                    world.reserve()
-                case "progress":
-                    world.progress(arguments[0])
-                case "add":
-                    world.add(arguments[0])
-                case "train":
-                    world.train()
-                case "fail":
-                    world.fail(arguments[0])
-                case "sync":
-                    world.disk.sync()
-                case "checkpoint":
-                    world.checkpoint(whole=arguments[0])
-                case "crash":
-                    world.crash(arguments[0], arguments[1])
+        do: dict[str, Callable[[int, float], None]] = {
+            "reserve": lambda pick, cut: world.reserve(),
+            "progress": lambda pick, cut: world.progress(pick),
+            "add": lambda pick, cut: world.add(pick),
+            "train": lambda pick, cut: world.train(),
+            "fail": lambda pick, cut: world.fail(pick),
+            "sync": lambda pick, cut: world.disk.sync(),
+            "checkpoint": lambda pick, cut: world.checkpoint(whole=pick % 4 > 0),
+            "crash": lambda pick, cut: world.crash(cut, pick),
+        }
+        for name, pick, cut in actions:
+            do[name](pick, cut)
         world.crash(end, 0)
 
 
