@@ -81,7 +81,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 class Ours:
-    """`ReplayBuffer`, full of groups; what a sample takes is added again off the clock."""
+    """`ReplayBuffer`, full of groups; what samples take is added again off the clock."""
 
     def __init__(self, work: Work, *, ragged: bool = False) -> None:
         self._work = work
@@ -97,7 +97,27 @@ class Ours:
         """See `System`."""
         if work in (SAVE, LOAD):
             return [self._disk(work) for _ in range(repeats)]
-        return [getattr(self, f"_time_{work}")() for _ in range(repeats)]
+        timed_work: dict[str, Callable[[], object]] = {
+            ADD: self._add,
+            ADD_MANY: self._add_many,
+            SAMPLE: lambda: pad(self._take()),
+            PACKED: lambda: make_shards(self._take(), 1, ROW_TOKENS),
+        }
+        seconds: list[float] = []
+        while len(seconds) < repeats:
+            # One right after the other, as in TorchRL's program; what is too much or lacks comes behind them.
+            run = min(repeats - len(seconds), self._buffer.num_queued // self._per_batch)
+            seconds += [timed(timed_work[work]) for _ in range(run)]
+            self._level()
+        return seconds
+
+    def _level(self) -> None:
+        full = self._work.items // self._work.group_size
+        while self._buffer.num_queued >= full + self._per_batch:
+            self._take()
+        self._buffer.release(self._version)
+        while self._buffer.num_queued < full:
+            self._add()
 
     def _empty(self) -> ReplayBuffer:
         return ReplayBuffer(Admission(1_000_000, self._per_batch))
@@ -108,40 +128,15 @@ class Ours:
         self._buffer.add(ticket, store(self._groups[self._added % 32], ticket.seq))
         self._added += 1
 
+    def _add_many(self) -> None:
+        for _ in range(self._work.many):
+            self._add()
+
     def _take(self) -> list[TensorDict]:
         choice = self._buffer.sample(self._version)
         assert choice is not None
         self._version += 1
         return [record.group for record in choice.records]
-
-    def _time_add(self) -> float:
-        seconds = timed(self._add)
-        if self._added % self._per_batch == 0:
-            self._take()
-        return seconds
-
-    def _time_add_many(self) -> float:
-        def add() -> None:
-            for _ in range(self._work.many):
-                self._add()
-
-        seconds = timed(add)
-        for _ in range(self._work.many // self._per_batch):
-            self._take()
-        return seconds
-
-    def _time_sample(self) -> float:
-        return self._sampled(lambda: pad(self._take()))
-
-    def _time_sample_packed(self) -> float:
-        return self._sampled(lambda: make_shards(self._take(), 1, ROW_TOKENS))
-
-    def _sampled(self, work: Callable[[], object]) -> float:
-        seconds = timed(work)
-        self._buffer.release(self._version)
-        for _ in range(self._per_batch):
-            self._add()
-        return seconds
 
     def _disk(self, work: str) -> float:
         """The replay's own way to the disk, synced; and back into an empty buffer."""
