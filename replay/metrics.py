@@ -6,6 +6,8 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
+from operator import itemgetter
 
 from replay.storage import Record
 
@@ -80,11 +82,10 @@ def discard_rates(outcomes: Iterable[tuple[int, bool]]) -> dict[str, float]:
     `outcomes`: length in tokens and whether it was dropped, of each episode that ended. Rates that rise with
     the length say that the policy is trained on what was quick to make. Groups that never came have no length.
     """
-    by_length = sorted(outcomes, key=lambda outcome: outcome[0])
-    dropped: list[list[bool]] = [[] for _ in range(QUARTILES)]
-    for rank, (_, was_dropped) in enumerate(by_length):
-        dropped[rank * QUARTILES // len(by_length)].append(was_dropped)
-    return {f"discard/q{n}": statistics.fmean(quarter) for n, quarter in enumerate(dropped, start=1) if quarter}
+    dropped = [was_dropped for _, was_dropped in sorted(outcomes, key=itemgetter(0))]
+    bounds = [-(-quarter * len(dropped) // QUARTILES) for quarter in range(QUARTILES + 1)]
+    quarters = enumerate((dropped[start:stop] for start, stop in pairwise(bounds)), start=1)
+    return {f"discard/q{n}": sum(quarter) / len(quarter) for n, quarter in quarters if quarter}
 
 
 def _share(part: float, whole: float) -> float:

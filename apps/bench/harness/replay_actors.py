@@ -97,7 +97,7 @@ class OurActor:
 
     def __init__(self, work: Work) -> None:
         # Slots for all groups of a round and those that are left of the one before.
-        cfg = ReplayConfig(max_staleness=127, journal=False)
+        cfg = ReplayConfig(max_staleness=31, journal=False)
         self.mesh = (
             this_host().spawn_procs(name="replay").spawn("replay", ReplayActor, cfg, work.batch // work.group_size)
         )
