@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
 from typing import Any, Literal
@@ -181,21 +181,20 @@ class ReplayBuffer:
         return min((slot.since for slot in self._running_of(self._choose())), default=default)
 
     def drop_stragglers(self, timeout_s: float) -> int:
-        """Drops groups that the next batch waits for and that have run for `timeout_s`; their number.
+        """Drops the groups that the next batch waits for and that have run for `timeout_s`; their number.
 
-        Oldest first, and no more than it takes to complete the batch. Where no drop completes it, all of them:
-        what the next batch lacks can then be started anew.
+        No fewer would complete it: without one of them the batch waits for the others all the same. Where even all
+        do not complete it, what it lacks can be started in their place.
         """
         started_before = self._clock() - timeout_s
-        chosen = sorted(slot.ticket.seq for slot in self._running_of(self._choose()) if slot.since <= started_before)
-        enough = (n for n in range(1, len(chosen)) if self._is_ready(self._choose(without=set(chosen[:n]))))
-        dropped = chosen[: next(enough, len(chosen))]
-        for seq in dropped:
-            self._give_back(self._slots[seq])
+        late = [slot for slot in self._running_of(self._choose()) if slot.since <= started_before]
+        for slot in late:
+            seq = slot.ticket.seq
+            self._give_back(slot)
             self._straggled.add(seq)
             self.counts.groups_straggled += 1
             self._tell(Gone(seq, "straggled", {"groups_straggled": 1}))
-        return len(dropped)
+        return len(late)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides what comes next: plain values and the Records. Times are kept as ages."""
@@ -281,12 +280,9 @@ class ReplayBuffer:
             elif slot.record is not None and slot.record.is_stale(policy_version, self.admission.max_staleness):
                 self._expire(slot)
 
-    def _choose(self, without: Container[int] = ()) -> list[int]:
-        """The next batch as far as its groups exist, running ones included, as if `without` were gone."""
-        admission, groups, versions = self.admission, self._slots, self._versions
-        if without:
-            groups = {seq: slot for seq, slot in groups.items() if seq not in without}
-            versions = Counter(slot.version for slot in groups.values() if slot.uses == 0)
+    def _choose(self) -> list[int]:
+        """The next batch as far as its groups exist, running ones included."""
+        admission, groups = self.admission, self._slots
         bound, count, now_at = admission.max_staleness, admission.groups_per_step, admission.next_version
         view = View(groups, now_at, bound, count, self._window, self._seed)
         order = _each_once(chain(self._policy(view), groups))
@@ -296,7 +292,7 @@ class ReplayBuffer:
                 raise ConfigError(f"replay.policy named group {seq}, which is none of view.groups; name those only")
             return None if groups[seq].uses else groups[seq].version
 
-        return choose(order, version_of, needs(versions, now_at, bound, count), count)
+        return choose(order, version_of, needs(self._versions, now_at, bound, count), count)
 
     def _is_ready(self, chosen: Sequence[int]) -> bool:
         return len(chosen) == self.admission.groups_per_step and not self._running_of(chosen)

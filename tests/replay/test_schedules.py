@@ -292,9 +292,21 @@ def successors(world: World) -> Iterable[World]:
         after = world.clone(policy=partial(preferring, wanted))
         if not after.sample():
             yield after.clone()
-            after.straggle()
+            before = after.clone(policy=after.options["policy"])
+            if after.straggle() and after.clone(policy=after.options["policy"]).sample():
+                assert_no_fewer_would_do(before, after.late)
             after.late.clear()
         yield after
+
+
+def assert_no_fewer_would_do(world: World, dropped: list[Ticket]) -> None:
+    """Without all of `dropped` there is a batch; with any of them left there is none."""
+    for size in range(1, len(dropped)):
+        for fewer in itertools.combinations(dropped, size):
+            after = world.clone(policy=world.options["policy"])
+            for ticket in fewer:
+                after.fail(ticket)
+            assert not after.sample(), "a group was dropped for nothing"
 
 
 def distinct(world: World) -> set[tuple[Ticket, int]]:

@@ -15,6 +15,7 @@ from forge.batch import check_packed, collate, make_group
 from forge.errors import ConfigError, DeadlineExceeded, RewardError, SchemaError, StalenessError
 from forge.packing import pad
 from replay.config import ReplayConfig
+from replay.policies import POLICIES, View
 from replay.service import Replay, SampledBatch
 from replay.staleness import Ticket
 
@@ -435,6 +436,45 @@ def test_a_straggler_is_given_its_time_also_where_it_was_reserved_after_the_trai
         batch = await sample
         assert batch is not None
         assert batch.stats["groups/straggled"] == 1
+
+    run(main)
+
+
+def test_a_group_that_ran_for_long_before_the_train_loop_waited_is_given_its_time_all_the_same() -> None:
+    async def main() -> None:
+        replay = patient(5.0)
+        ticket = await reserved(replay)
+        state = replay._buffer.state_dict()  # the age of a group, without sleeping for it
+        state["slots"][0]["reserved_s_ago"] = 100.0
+        replay._buffer.load_state_dict(state)
+        sample = asyncio.create_task(replay.sample(0))
+        for _ in range(3):
+            await asyncio.sleep(0.01)
+        await replay.add(ticket, group())
+        batch = await sample
+        assert batch is not None
+        assert batch.stats["groups/straggled"] == 0
+
+    run(main)
+
+
+def test_a_sample_that_waits_for_a_straggler_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = 0
+
+    def counting(view: View) -> list[int]:
+        nonlocal asked
+        asked += 1
+        return list(view.groups)
+
+    async def main() -> None:
+        monkeypatch.setitem(POLICIES, "counting", counting)
+        replay = patient(0.2, policy="counting")
+        sample = asyncio.create_task(replay.sample(0))
+        await asyncio.sleep(0.15)
+        await reserved(replay)
+        await replay.add(await reserved(replay), group())
+        await sample
+        assert asked < 50
 
     run(main)
 
