@@ -136,30 +136,40 @@ class Saver:
     """Begins a checkpoint every `every` steps (0: never); the train loop waits for a copy in memory, for no disk.
 
     One at a time: when a step is due while the last is still being written, it is left out and counted in `skipped`.
-    `record` keeps all of the journal.
+    `record` keeps all of the journal; `start` is the version that the run goes on from.
     """
 
     def __init__(
-        self, checkpoints: Checkpoints, trainer: SavesState, replay: Marks, every: int, *, record: bool = False
+        self,
+        checkpoints: Checkpoints,
+        trainer: SavesState,
+        replay: Marks,
+        every: int,
+        *,
+        start: int = 0,
+        record: bool = False,
     ) -> None:
         self._checkpoints, self._trainer, self._replay = checkpoints, trainer, replay
         self._every, self._record = every, record
         self._writing: asyncio.Task[None] | None = None
-        self._last = -1
+        self._last = start
         self.skipped = 0
 
     async def after_step(self, version: int) -> None:
         """Between the step that made `version` and the next batch. Raises what the last checkpoint failed of."""
+        writing = self._writing
+        if writing is not None and writing.done():
+            writing.result()
         if not self._every or version % self._every:
             return
-        if self._writing is not None and not self._writing.done():
+        if writing is not None and not writing.done():
             self.skipped += 1
-            return
-        await self._begin(version)
+        else:
+            await self._begin(version)
 
     async def finish(self, version: int) -> None:
         """At the end: `version` is on the disk. Raises what goes wrong with it."""
-        if self._every and version != self._last and version > 0:
+        if self._every and version != self._last:
             await self._begin(version)
         if self._writing is not None:
             await self._writing

@@ -98,6 +98,13 @@ class AppConfig:
         sections = (self.data, self.generator, self.reward, self.grpo, self.trainer, self.loss, self.weightsync)
         for section in sections:
             section.validate()
+        if self.run.resume and not self.replay.journal:
+            raise ConfigError(
+                f"run.resume is {self.run.resume}, replay.journal false: prompts would begin anew and the buffer would "
+                "be lost; leave replay.journal true"
+            )
+        if self.replay.record and not self.replay.journal:
+            raise ConfigError("replay.record is true, replay.journal false: the journal is the record; leave it true")
         if self.generator.max_model_len > self.trainer.microbatch_tokens:
             raise ConfigError(
                 f"trainer.microbatch_tokens is {self.trainer.microbatch_tokens}, generator.max_model_len "

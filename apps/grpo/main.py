@@ -45,7 +45,7 @@ class Run:
         cfg, actors = self.cfg, self.actors
         self.meter = Meter(elapsed_s=self.log.elapsed_s)
         every, record = cfg.run.checkpoint_every, cfg.replay.record
-        self.saver = Saver(self.log.checkpoints, actors.trainer, actors.replay, every, record=record)
+        self.saver = Saver(self.log.checkpoints, actors.trainer, actors.replay, every, start=self.start, record=record)
 
     @property
     def start(self) -> int:

@@ -72,9 +72,7 @@ async def start_trainer(
     await trainer.setup()
     if 0 in recording.versions:
         return trainer, 0
-    found = next(
-        (c for c in Checkpoints(folder / CHECKPOINTS).list() if c.version in recording.versions), None
-    )
+    found = next((c for c in Checkpoints(folder / CHECKPOINTS).list() if c.version in recording.versions), None)
     if found is None:
         raise ConfigError(
             f"{folder} has batches from version {recording.versions[0]} on and no checkpoint to begin with; "
