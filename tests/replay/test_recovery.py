@@ -374,6 +374,8 @@ def test_an_unfinished_episode_comes_back_with_all_its_tokens_and_one_that_began
     assert (got[0].finish, got[1].finish) == ("stop", "")
     assert got[1].tokens.tolist() == [0, 1]
     assert (got[0].tokens.dtype, got[0].logprobs.dtype) == (torch.int32, torch.float32)
+    disk.write(Add(0, group(0)))
+    assert recover(tmp_path, 0).state.entries[0].partials == {}, "the complete group has them"
 
 
 def test_a_snapshot_that_is_not_whole_yields_to_the_one_before(tmp_path: Path) -> None:
