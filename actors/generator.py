@@ -204,10 +204,11 @@ class Generator:
 
     async def _first(self, wanted: int, requests: list[asyncio.Future[Completion]], name: str) -> list[Completion]:
         """All completions; those that were not among the first `wanted` to end are cut."""
-        running = set(requests)
-        while len(requests) - len(running) < wanted:
-            ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for request in ended:
+        running, ended = set(requests), []
+        while len(ended) < wanted:
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            ended += [request for request in requests if request in done]  # of one moment, in their order
+            for request in done:
                 request.result()  # raises what went wrong with it
         if running:
             aborting = asyncio.ensure_future(self.abort(name))
@@ -215,7 +216,7 @@ class Generator:
                 await asyncio.wait(running)
             finally:
                 aborting.cancel()
-        for request in running:
+        for request in (*ended[wanted:], *running):
             request.result().finish_reason = "cut"
         return [request.result() for request in requests]
 

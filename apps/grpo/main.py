@@ -78,7 +78,8 @@ async def rollout_loop(run: Run) -> None:
         except Exception:
             await actors.replay.fail(ticket)
             raise
-        run.meter.add("tokens/generated", rollout.num_tokens)
+        run.meter.add("tokens/generated", rollout.num_tokens + rollout.num_tokens_cut)
+        run.meter.add("extra/tokens_cut", rollout.num_tokens_cut)
         run.episodes = rollout.records()
         await actors.replay.add(ticket, rollout.group)
 

@@ -123,3 +123,9 @@ def test_the_first_to_end_are_whole_and_the_others_are_cut(live: Live) -> None:
     assert all(len(c.versions) == len(c.logprobs) == len(c.token_ids) for c in completions)
     assert live.engine._running == {}, "a completion that was cut goes on in the engine"
     assert live.engine.sampled() == {}
+
+
+def test_of_those_that_end_at_one_moment_no_more_are_whole_than_wanted(live: Live) -> None:
+    completions = live.run(live.generator.generate([PROMPT] * 5, [1, 2, 3, 4, 5], 8, wanted=3))
+    assert sum(c.finish_reason == "cut" for c in completions) == 2
+    assert sum(c.finish_reason == "length" for c in completions) == 3
