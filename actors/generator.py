@@ -204,7 +204,7 @@ class Generator:
 
     async def _first(self, wanted: int, requests: list[asyncio.Future[Completion]], name: str) -> list[Completion]:
         """All completions; those that were not among the first `wanted` to end are cut."""
-        running, ended = set(requests), []
+        running, ended = set(requests), list[asyncio.Future[Completion]]()
         while len(ended) < wanted:
             done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             ended += [request for request in requests if request in done]  # of one moment, in their order
