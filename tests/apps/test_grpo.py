@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import signal
 import subprocess
@@ -19,8 +20,11 @@ from app_run import APP, NANO, ROOT, AppRun
 from apps.grpo.config import DEFAULT_PRESET, AppConfig, plan_run
 from apps.grpo.models import resolve_model
 from forge import config
+from forge.checkpoints import Checkpoints
 from forge.metrics import METRIC_KEYS
 from forge.placement import plan_placement
+from replay.recording import Recording
+from replay.recovery import recover
 
 Launch = Callable[..., AppRun]
 RERUN = APP.with_name("rerun.py")
@@ -118,6 +122,35 @@ def test_a_run_whose_controller_is_killed_goes_on_and_its_batches_give_the_same_
 
     again = launch(resumed=first, app=RERUN)
     assert again.finish() == 0, again.output
+    assert f"{steps} of {steps} steps gave the recorded numbers, bit for bit" in again.output
+
+
+@pytest.mark.soak
+def test_a_run_that_is_killed_at_random_moments_trains_each_prompt_once(launch: Launch) -> None:
+    rng = random.Random(0)
+    run = launch("--trainer.steps=100000", "--run.checkpoint_every=3", "--replay.record")
+    first, seen = run, 0
+    for _ in range(6):
+        wanted = seen + rng.randrange(1, 9)
+        run.wait_until(lambda run=run, wanted=wanted: len(run.rows()) > wanted, f"step {wanted}", 300)
+        time.sleep(rng.random())
+        run.kill_controller()
+        assert run.finish(30) == -signal.SIGKILL
+        newest = Checkpoints(first.folder / "checkpoints").latest()
+        seen = newest.version if newest else 0
+        run = launch(resumed=first)
+    steps = seen + 12
+    run.wait_until(lambda: len(run.rows()) >= steps - 4, "the last steps", 300)
+    run.press_ctrl_c()
+    assert run.finish(60) == 130, run.output
+    steps = len(run.rows())
+    check_rows(run, steps, bound=1)
+    batches = Recording(first.folder / "journal")
+    trained = [seq for version in batches.versions for seq in batches.batch(version).seqs]
+    waiting = list(recover(first.folder / "journal", steps).state.entries)
+    assert sorted(trained + waiting) == list(range(max(trained + waiting) + 1)), "a prompt was lost, or used twice"
+    again = launch(resumed=first, app=RERUN)
+    assert again.finish(400) == 0, again.output
     assert f"{steps} of {steps} steps gave the recorded numbers, bit for bit" in again.output
 
 
