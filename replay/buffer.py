@@ -44,7 +44,6 @@ class ReplayBuffer:
         max_degenerate_in_a_row: int = 256,
         reward_name: str = "the reward",
         policy: Policy = fifo,
-        window: float = 1.0,
         max_uses: int = 1,
         seed: int = 0,
         memory: MemoryBudget | None = None,
@@ -67,7 +66,6 @@ class ReplayBuffer:
         self._degenerate_in_a_row = 0
         self._reward_name = reward_name
         self._policy = policy
-        self._window = window
         self._max_uses = max_uses
         self._seed = seed
         self._draw = draw
@@ -220,7 +218,7 @@ class ReplayBuffer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`. What the configuration says (S, B, policy, ...) stays that of this buffer."""
+        """Goes on from `state`. What the configuration says (S, B, window, policy, ...) stays that of this buffer."""
         now = self._clock()
         self.admission.load_state_dict(state["admission"])
         self._slots = {
@@ -253,7 +251,8 @@ class ReplayBuffer:
         trained = list(range(admission.released + 1, admission.next_version + 1))
         return (
             f"of {admission.slots} slots (max_staleness {admission.max_staleness}, "
-            f"{admission.groups_per_step} groups a step) {admission.unreleased} are held by batches whose "
+            f"{admission.groups_per_step} groups a step, window {admission.window:g}) "
+            f"{admission.unreleased} are held by batches whose "
             f"weights are not released yet (versions: {_some(trained)}; released: {admission.released}), "
             f"{self.num_queued} by queued groups, {self.num_running} by running groups "
             f"({self._running_text(self._slots)}); {self.memory.held_bytes} of {self.memory.limit_bytes} bytes of "
@@ -284,7 +283,7 @@ class ReplayBuffer:
         """The next batch as far as its groups exist, running ones included."""
         admission, groups = self.admission, self._slots
         bound, count, now_at = admission.max_staleness, admission.groups_per_step, admission.next_version
-        view = View(groups, now_at, bound, count, self._window, self._seed)
+        view = View(groups, now_at, bound, count, self._seed)
         order = _each_once(chain(self._policy(view), groups))
 
         def version_of(seq: int) -> int | None:

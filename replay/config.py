@@ -15,10 +15,12 @@ class ReplayConfig:
     """Policy versions, at most, between an episode's oldest token and the trainer that consumes it; 0 is
     strictly on-policy, which is the synchronous baseline."""
     policy: str = "fifo"
-    """Which groups a batch takes first: fifo, uniform, advantage, staleness, or module:function of your own."""
-    window: float = 1.0
-    """How far a batch of policy fifo may reach past groups that still run, as a share of the slots behind the
-    batch; 0 waits for the oldest, 1 takes whatever is complete while the bound of the others allows."""
+    """Which groups a batch takes first: fifo (complete ones first), strict (waits for the oldest), uniform, advantage,
+    staleness, or module:function of your own."""
+    window: float = 0.0
+    """Share of max_staleness that is kept for groups that run long: so many fewer are admitted, and those that are
+    complete in time are trained within (1 - window) * max_staleness versions, rounded up. 0 admits all that the
+    bound allows; 1 one batch at a time."""
     straggler_timeout_s: float = 600.0
     """Seconds that the train loop waits for groups that must be in its batch before they are dropped; from
     sample_timeout_s on the run fails first."""
@@ -45,7 +47,9 @@ class ReplayConfig:
                 f"replay.max_staleness must be >= 0, got {self.max_staleness}; use 0 for strictly on-policy"
             )
         if not 0 <= self.window <= 1:
-            raise ConfigError(f"replay.window must lie in [0, 1], got {self.window}; 0 is strict FIFO")
+            raise ConfigError(
+                f"replay.window must lie in [0, 1], got {self.window}; 0 admits all that max_staleness allows"
+            )
         if self.memory_bytes < 0:
             raise ConfigError(f"replay.memory_bytes must be >= 0, got {self.memory_bytes}; 0 is a quarter of memory")
         for name in (

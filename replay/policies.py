@@ -42,8 +42,6 @@ class View:
     """Where the trainer stands."""
     max_staleness: int
     groups_per_step: int
-    window: float
-    """See `ReplayConfig.window`."""
     seed: int
 
     def rng(self) -> random.Random:
@@ -55,23 +53,13 @@ Policy = Callable[[View], Iterable[int]]
 
 
 def fifo(view: View) -> Iterator[int]:
-    """The order of reservation, complete ones first as far as the window reaches.
+    """Complete groups in the order of reservation; it waits only for running ones that are due."""
+    return (number for number, slot in view.groups.items() if slot.record is not None)
 
-    The window is the batch and a share `view.window` of the S * B slots behind it. At 0 a batch is the B oldest
-    groups and waits for all of them; at 1 it waits for none while the bound of the others allows.
-    """
-    count = view.groups_per_step
-    reach = count + round(view.window * view.max_staleness * count)
-    running = []
-    for number, slot in view.groups.items():
-        if reach == 0:
-            break
-        if slot.record is None:
-            running.append(number)
-        else:
-            yield number
-        reach -= slot.uses == 0
-    yield from running
+
+def strict(view: View) -> Iterator[int]:
+    """The order of reservation: a batch is the B oldest groups, and waits for all of them."""
+    return iter(view.groups)
 
 
 def uniform(view: View) -> list[int]:
@@ -96,4 +84,10 @@ def _complete_by(view: View, key: Callable[[int, Slot, Record], float]) -> list[
     return sorted(keys, key=keys.__getitem__)
 
 
-POLICIES: dict[str, Policy] = {"fifo": fifo, "uniform": uniform, "advantage": advantage, "staleness": staleness}
+POLICIES: dict[str, Policy] = {
+    "fifo": fifo,
+    "strict": strict,
+    "uniform": uniform,
+    "advantage": advantage,
+    "staleness": staleness,
+}

@@ -87,12 +87,11 @@ class Replay:
         self._cfg = cfg
         self._persistence = Persistence(journal, prompts, cfg.journal_interval_s)
         self._buffer = ReplayBuffer(
-            Admission(cfg.max_staleness, groups_per_step, start_version),
+            Admission(cfg.max_staleness, groups_per_step, start_version, cfg.window),
             degenerate=degenerate,
             max_degenerate_in_a_row=cfg.max_degenerate_in_a_row,
             reward_name=reward_name,
             policy=lookup(cfg.policy, POLICIES, "replay.policy"),
-            window=cfg.window,
             max_uses=cfg.max_uses,
             seed=seed,
             memory=MemoryBudget(cfg.memory_bytes),

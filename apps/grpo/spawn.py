@@ -26,6 +26,7 @@ from forge.report import RunLog
 from replay.actor import ReplayActor, ReplayClient
 from replay.events import Tokens
 from replay.persistence import JournalPlace
+from replay.staleness import num_slots
 from weightsync import transports
 from weightsync.sync import WeightSync
 
@@ -106,7 +107,7 @@ async def spawn_actors(cfg: AppConfig, cluster: Cluster, log: RunLog, reward: Re
         replay=replay.result(),
         trainer=trainer.result(),
         sync=sync,
-        num_rollouts=cfg.grpo.groups_per_step * (cfg.replay.max_staleness + 1),
+        num_rollouts=num_slots(cfg.replay.max_staleness, cfg.grpo.groups_per_step, cfg.replay.window),
     )
 
 

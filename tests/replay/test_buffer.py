@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from fractions import Fraction
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ import torch
 from forge.batch import make_group
 from forge.errors import RewardError, SchemaError, StalenessError
 from replay.buffer import ReplayBuffer
-from replay.policies import POLICIES, Policy, uniform
-from replay.staleness import Admission, Ticket
+from replay.policies import POLICIES, Policy, strict, uniform
+from replay.staleness import Admission, Ticket, num_slots
 from replay.storage import Record, summarize
 
 
@@ -51,7 +52,7 @@ def taken(buffer: ReplayBuffer, policy_version: int) -> list[int] | None:
 
 
 def test_strict_fifo_waits_for_the_oldest_reservations_and_keeps_their_order() -> None:
-    buffer, tickets = make(1, 2, window=0.0)
+    buffer, tickets = make(1, 2, policy=strict)
     records = [group([0], [0]) for _ in tickets]
     for i in (3, 2, 1):
         buffer.add(tickets[i], records[i])
@@ -61,7 +62,7 @@ def test_strict_fifo_waits_for_the_oldest_reservations_and_keeps_their_order() -
     assert taken(buffer, 1) == [2, 3]
 
 
-def test_a_full_window_takes_what_is_complete_until_the_bound_of_the_others_is_reached() -> None:
+def test_fifo_takes_what_is_complete_until_the_bound_of_the_others_is_reached() -> None:
     buffer, tickets = make(1, 2)
     for i in (3, 2):
         buffer.add(tickets[i], group([0], [0]))
@@ -227,11 +228,95 @@ def test_the_texts_of_the_deadlines_name_versions_and_groups() -> None:
     assert buffer.sample(0) is not None
     now = 112.5
     slots, missing = buffer.describe_slots(), buffer.describe_missing()
+    assert slots.startswith("of 4 slots (max_staleness 1, 2 groups a step, window 0) ")
     assert "2 are held by batches whose weights are not released yet (versions: 1; released: 0)" in slots
     assert "1 by queued groups, 1 by running groups (seq 3 since 12.5 s)" in slots
     assert missing.startswith("1 of the next 2 groups are complete; running: seq 3 since 12.5 s;")
     buffer.fail(tickets[3])
     assert "not reserved by any rollout loop yet: 1" in buffer.describe_missing()
+
+
+# --- what a window does
+
+BOUNDS = list(itertools.product(range(5), range(1, 4), (0.0, 0.3, 0.5, 0.75, 1.0)))
+
+
+def windowed(max_staleness: int, groups_per_step: int, window: float) -> ReplayBuffer:
+    return ReplayBuffer(Admission(max_staleness, groups_per_step, window=window))
+
+
+@pytest.mark.parametrize(("max_staleness", "groups_per_step", "window"), BOUNDS)
+def test_groups_that_are_complete_in_time_are_trained_within_what_the_window_leaves(
+    max_staleness: int, groups_per_step: int, window: float
+) -> None:
+    buffer = windowed(max_staleness, groups_per_step, window)
+    stalest = []
+    for version in range(3 * max_staleness + 3):
+        for ticket in iter(buffer.reserve, None):
+            buffer.add(ticket, group([version], [version]))
+        choice = buffer.sample(version)
+        assert choice is not None
+        stalest.append(max(version - record.oldest[0] for record in choice.records))
+        buffer.release(version + 1)
+    left = max_staleness - int(Fraction(str(window)) * max_staleness)
+    assert max(stalest) == stalest[-1] == left, "ceil((1 - w) * S), which is reached"
+
+
+@pytest.mark.parametrize(("max_staleness", "groups_per_step", "window"), BOUNDS)
+def test_a_straggler_is_passed_by_as_many_groups_as_the_window_withholds_and_was_left_free(
+    max_staleness: int, groups_per_step: int, window: float
+) -> None:
+    for place in range(num_slots(max_staleness, groups_per_step, window)):
+        buffer = windowed(max_staleness, groups_per_step, window)
+        straggler = None
+        later: list[int] = []
+        for version in range(max_staleness + 2):
+            for ticket in iter(buffer.reserve, None):
+                if ticket.seq == place:
+                    straggler, left_free = ticket, buffer.admission.slots - place - 1
+                else:
+                    buffer.add(ticket, group([version], [version]))
+            others = buffer.num_queued
+            choice = buffer.sample(version)
+            if choice is None:
+                break
+            later += [seq for seq in choice.seqs if seq > place]
+            buffer.release(version + 1)
+        assert straggler is not None
+        if others < groups_per_step:
+            assert buffer.admission.slots - 1 < groups_per_step, "training stalled for want of other groups"
+            continue
+        assert version == max_staleness, "training stalled before the straggler was due"
+        buffer.add(straggler, group([0], [0]))
+        choice = buffer.sample(version)
+        assert choice is not None
+        later += [seq for seq in choice.seqs if seq > place]
+        assert place in choice.seqs
+        withheld = int(Fraction(str(window)) * max_staleness * groups_per_step)
+        assert len(later) == withheld + left_free
+
+
+def test_so_many_stragglers_as_later_batches_have_places_for_stall_nothing() -> None:
+    """S = 3, B = 2, W = 3: 5 slots, so that with three stragglers the others still fill a batch."""
+    for stragglers in range(4):
+        buffer = windowed(3, 2, 0.5)
+        late: list[Ticket] = []
+        for version in range(5):
+            for ticket in iter(buffer.reserve, None):
+                if ticket.seq < stragglers:
+                    late.append(ticket)
+                else:
+                    buffer.add(ticket, group([version], [version]))
+            if buffer.sample(version) is None:
+                break
+            buffer.release(version + 1)
+        # The batch at 3 has places for two; of three, one is due at 2.
+        assert version == {0: 4, 1: 3, 2: 3, 3: 2}[stragglers]
+        assert buffer.counts.groups_expired == 0
+        assert len(late) == stragglers
+        for ticket in late:
+            buffer.add(ticket, group([0], [0]))
+        assert stragglers == 0 or buffer.sample(version) is not None
 
 
 # --- stragglers

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from forge.errors import ConfigError
 from forge.registry import lookup
 from replay.buffer import ReplayBuffer
-from replay.policies import POLICIES, Slot, View, advantage, fifo, staleness, uniform
+from replay.policies import POLICIES, Slot, View, advantage, fifo, staleness, strict, uniform
 from replay.staleness import Admission, Ticket
 from replay.storage import Record
 
@@ -22,29 +22,21 @@ def complete(version: int = 0, magnitude: float = 0.0) -> Record:
     return Record(TensorDict({}, batch_size=[]), [version], version, 4, [0.0], False, [5], magnitude, 0)
 
 
-def view(*records: Record | None, window: float = 1.0, seed: int = 0, at: int = 0, **slot: int) -> View:
+def view(*records: Record | None, seed: int = 0, at: int = 0, **slot: int) -> View:
     """Groups of ticket version 0 in this order, for batches of two and a bound of 2."""
     groups = {}
     for seq, record in enumerate(records):
         version = 0 if record is None else record.oldest[0]
         groups[seq] = Slot(Ticket(seq, 0), 0.0, version, record, **slot)
-    return View(groups, at, 2, 2, window, seed)
+    return View(groups, at, 2, 2, seed)
 
 
-@pytest.mark.parametrize(
-    ("window", "order"),
-    [(0.0, [1, 0]), (0.25, [1, 2, 0]), (0.5, [1, 2, 0, 3]), (1.0, [1, 2, 4, 5, 0, 3])],
-)
-def test_fifo_passes_running_groups_as_far_as_its_window_reaches(window: float, order: list[int]) -> None:
-    groups = [RUNNING, complete(), complete(), RUNNING, complete(), complete()]
-    assert list(fifo(view(*groups, window=window))) == order
+def test_fifo_takes_complete_groups_in_the_order_of_reservation() -> None:
+    assert list(fifo(view(RUNNING, complete(), complete(), RUNNING, complete(), complete()))) == [1, 2, 4, 5]
 
 
-def test_the_window_is_counted_in_slots_and_groups_that_were_trained_hold_none() -> None:
-    seen = view(complete(), complete(), RUNNING, complete(), complete(), window=0.0)
-    for seq in (0, 1):
-        seen.groups[seq].uses = 1
-    assert list(fifo(seen)) == [0, 1, 3, 2]
+def test_strict_takes_the_order_of_reservation_and_waits() -> None:
+    assert list(strict(view(RUNNING, complete(), complete(), RUNNING, complete()))) == [0, 1, 2, 3, 4]
 
 
 def test_advantage_takes_the_largest_magnitude_first_and_equals_in_order() -> None:
@@ -80,7 +72,7 @@ def longest_wait_last(view: View) -> list[int]:
 def test_a_configuration_may_name_a_policy_of_its_own() -> None:
     assert lookup("uniform", POLICIES, "replay.policy") is uniform
     assert lookup("replay.policies:staleness", POLICIES, "replay.policy") is staleness
-    with pytest.raises(ConfigError, match=r"replay.policy is 'lifo', .*advantage, fifo, staleness, uniform"):
+    with pytest.raises(ConfigError, match=r"replay.policy is 'lifo', .*advantage, fifo, staleness, strict, uniform"):
         lookup("lifo", POLICIES, "replay.policy")
 
 

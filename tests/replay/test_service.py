@@ -17,7 +17,7 @@ from forge.packing import pad
 from replay.config import ReplayConfig
 from replay.policies import POLICIES, View
 from replay.service import Replay, SampledBatch
-from replay.staleness import Ticket
+from replay.staleness import Ticket, num_slots
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -533,6 +533,15 @@ def test_a_policy_of_the_configuration_orders_the_batches(policy: str) -> None:
 def test_an_unknown_policy_is_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match=r"replay\.policy is 'lifo'"):
         Replay(ReplayConfig(policy="lifo"), groups_per_step=1)
+
+
+def test_the_slots_are_those_of_the_configured_window() -> None:
+    async def main() -> None:
+        replay = Replay(ReplayConfig(max_staleness=3, window=0.5), groups_per_step=2)
+        assert (await replay.stats())["replay/slots"] == num_slots(3, 2, 0.5) == 5
+        assert "of 5 slots (max_staleness 3, 2 groups a step, window 0.5)" in await replay.why_waiting()
+
+    asyncio.run(main())
 
 
 KEYS = [

@@ -9,9 +9,10 @@ from collections import Counter
 import pytest
 
 from forge.errors import ConfigError, StalenessError
-from replay.staleness import Admission, choose, needs
+from replay.staleness import Admission, choose, needs, num_slots
 
 GRID = list(itertools.product(range(4), range(1, 4)))
+WINDOWS = (0.0, 0.25, 0.5, 1.0)
 
 
 @pytest.mark.parametrize("max_staleness, groups_per_step", GRID)
@@ -22,12 +23,45 @@ def test_there_are_bound_plus_one_batches_of_slots(max_staleness: int, groups_pe
     assert admission.free == 0
 
 
+@pytest.mark.parametrize(
+    ("max_staleness", "groups_per_step", "window", "slots"),
+    [
+        (0, 3, 1.0, 3),
+        (1, 1, 0.5, 2),
+        (1, 1, 0.99, 2),
+        (1, 1, 1.0, 1),
+        (3, 1, 0.5, 3),
+        (3, 2, 0.25, 7),
+        (4, 16, 0.5, 48),
+        (4, 16, 1.0, 16),
+        (100, 1, 0.29, 72),  # 0.29 * 100 is 28.999999999999996
+    ],
+)
+def test_a_window_withholds_its_share_of_the_bound_in_whole_groups(
+    max_staleness: int, groups_per_step: int, window: float, slots: int
+) -> None:
+    assert num_slots(max_staleness, groups_per_step, window) == slots
+    assert len(list(iter(Admission(max_staleness, groups_per_step, window=window).reserve, None))) == slots
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("max_staleness, groups_per_step", GRID)
+def test_whatever_the_window_there_are_slots_for_a_batch(
+    max_staleness: int, groups_per_step: int, window: float
+) -> None:
+    assert groups_per_step <= num_slots(max_staleness, groups_per_step, window)
+    assert num_slots(max_staleness, groups_per_step, window) <= num_slots(max_staleness, groups_per_step)
+    assert num_slots(max_staleness, groups_per_step, 1.0) == groups_per_step
+
+
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("max_staleness, groups_per_step", GRID)
 def test_capacity_agrees_with_the_counter_of_accepted_and_running_groups(
-    max_staleness: int, groups_per_step: int
+    max_staleness: int, groups_per_step: int, window: float
 ) -> None:
     rng = random.Random(max_staleness * 10 + groups_per_step)
-    admission = Admission(max_staleness, groups_per_step)
+    admission = Admission(max_staleness, groups_per_step, window=window)
+    withheld = int(window * max_staleness * groups_per_step)  # of none where no window is set; exact, by quarters
     accepted = running = queued = 0
     for _ in range(3000):
         match rng.choice([*["reserve", "add", "consume", "release"] * 3, "fail", "drop"]):
@@ -47,7 +81,7 @@ def test_capacity_agrees_with_the_counter_of_accepted_and_running_groups(
             case "release":
                 admission.release(rng.randint(admission.released, admission.next_version))
         oracle = (max_staleness + admission.released + 1) * groups_per_step - accepted - running
-        assert admission.free == oracle
+        assert admission.free == oracle - withheld
         assert admission.live == running + queued
     assert admission.next_version > 50, "the schedule never got going"
 
@@ -99,6 +133,23 @@ def test_a_policy_version_that_goes_back_is_an_error() -> None:
 def test_a_bound_or_batch_that_cannot_work_is_refused(arguments: tuple[int, int], named: str) -> None:
     with pytest.raises(ConfigError, match=f"{named} must be >= .*, got"):
         Admission(*arguments)
+
+
+@pytest.mark.parametrize("window", [-0.1, 1.1, float("nan")])
+def test_a_window_outside_of_the_bound_is_refused(window: float) -> None:
+    with pytest.raises(ConfigError, match=r"window must lie in \[0, 1\], got"):
+        Admission(1, 1, window=window)
+
+
+def test_an_admission_restored_with_a_wider_window_admits_when_enough_slots_are_free_again() -> None:
+    admission = Admission(1, 2)
+    tickets = list(iter(admission.reserve, None))
+    narrow = Admission(1, 2, window=1.0)
+    narrow.load_state_dict(admission.state_dict())
+    for freed in range(3):
+        assert narrow.reserve() is None, f"{len(tickets) - freed} of 2 slots are taken"
+        narrow.give_back()
+    assert narrow.reserve() is not None
 
 
 def test_a_batch_with_groups_that_were_trained_before_takes_fewer_live_ones_and_all_its_slots() -> None:
