@@ -3,9 +3,10 @@
     python -m apps.bench.staleness [--steps 400] [--bounds 0 1 2 4] [--seed 0]
 
 No model: a run in virtual time (apps/bench/harness/pacing.py), in which every queue sees the same groups with the same
-latencies. Strict and windowed FIFO are the project's ReplayBuffer with a window of 0 and of 1. "drop-stale" starts
-groups at will, trains them in the order of completion and throws away what has become older than the bound;
-"unbounded" does the same and throws nothing away.
+latencies. Strict and windowed FIFO are the project's ReplayBuffer: strict waits for the oldest groups, windowed takes
+complete ones first, and w is `replay.window`, the share of the bound that is kept for groups that run long by admitting
+fewer. "drop-stale" starts groups at will, trains them in the order of completion and throws away what has become older
+than the bound; "unbounded" does the same and throws nothing away.
 
 A step takes 1 s and a batch 16 groups; weights reach the generators 0.25 s after a step; a group takes 0.8 s on
 average and 16 times that at most. Generation is measured twice: a quarter faster than the trainer (16 groups at once)
@@ -17,7 +18,7 @@ from __future__ import annotations
 import argparse
 import resource
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rich.table import Table
 
@@ -38,8 +39,8 @@ from apps.bench.harness.result import Column, Goal, Result, machine, rows_table,
 Row = dict[str, Any]
 BOUNDS = (0, 1, 2, 4)
 WORKERS = (16, 10)
-GOAL_BOUND = 2
-"""The bound at which throughput has a goal."""
+GOAL_BOUND, GOAL_WINDOW = 4, 0.5
+"""The bound and the window at which throughput and mean staleness have goals."""
 COLUMNS = (
     Column("queue", "name"),
     Column("bound", "bound"),
@@ -76,27 +77,43 @@ def measure(plant: Plant, bounds: Sequence[int], seed: int) -> list[Row]:
 
 
 def goals_of(rows: Sequence[Row]) -> list[Goal]:
-    """What windowed FIFO promises, and what it costs against the others; the worst case of all that was measured."""
+    """What windowed FIFO promises whatever the window, and what a window does; the worst case of all that was measured.
+
+    Ratios are rounded to a thousandth, the most that the ends of a run are worth.
+    """
     strict = {_case(row): row for row in rows if row["name"] == STRICT}
-    ours = [row for row in rows if row["name"] == WINDOWED]
-    faster = [row["steps_per_s"] / strict[_case(row)]["steps_per_s"] for row in ours]
-    fresher = [row["staleness_mean"] - strict[_case(row)]["staleness_mean"] for row in ours]
+    ours = [row for row in rows if row["name"] in WINDOWED.values()]
+    best: dict[object, float] = {}
+    for row in ours:
+        best[_case(row)] = max(best.get(_case(row), 0.0), row["steps_per_s"] / strict[_case(row)]["steps_per_s"])
     goals = [
         Goal("windowed: versions above the bound", max(row["staleness_max"] - row["bound"] for row in ours), 0, "most"),
         Goal("windowed: share wasted", max(row["wasted_share"] for row in ours), 0, "most"),
         Goal("windowed: slow groups trained over started", min(row["slow_share"] for row in ours), 0.99, "least"),
-        Goal("windowed: steps/s over strict FIFO", round(min(faster), 4), 1.0, "least"),
-        Goal("windowed: mean staleness less that of strict FIFO", round(max(fresher), 4), 0.0, "most"),
+        Goal("best window over strict FIFO, steps/s", round(min(best.values()), 3), 1.0, "least"),
     ]
-    for workers in dict.fromkeys(row["workers"] for row in ours):
-        moderate = [
-            row["over_unbounded"]
-            for row in ours
-            if (row["workers"], row["bound"]) == (workers, GOAL_BOUND) and row["latency"] in MODERATE
-        ]
-        name = f"windowed over unbounded, bound {GOAL_BOUND}, moderate tails, {workers} groups at once"
-        goals.append(Goal(name, min(moderate, default=None), 0.95, "least"))
-    return goals
+    ample = max(row["workers"] for row in ours)
+    half = [
+        row for row in ours if (row["name"], row["bound"], row["workers"]) == (WINDOWED[GOAL_WINDOW], GOAL_BOUND, ample)
+    ]
+    moderate = [row for row in half if row["latency"] in MODERATE]
+    fresher = [row["staleness_mean"] / strict[_case(row)]["staleness_mean"] for row in moderate]
+    lower = [strict.get((row["latency"], row["workers"], GOAL_BOUND // 2)) for row in half]
+    faster = [row["steps_per_s"] / other["steps_per_s"] for row, other in zip(half, lower, strict=True) if other]
+    where = f"w {GOAL_WINDOW:g}, bound {GOAL_BOUND}, {ample} groups at once"
+    return [
+        *goals,
+        _goal(
+            f"{where}, moderate tails: over unbounded, steps/s", [r["over_unbounded"] for r in moderate], 0.95, "least"
+        ),
+        _goal(f"{where}, moderate tails: over strict FIFO, mean staleness", fresher, 0.6, "most"),
+        _goal(f"{where}: over strict FIFO at bound {GOAL_BOUND // 2}, steps/s", faster, 1.0, "least"),
+    ]
+
+
+def _goal(name: str, values: Sequence[float], target: float, at: Literal["least", "most"]) -> Goal:
+    worst = min if at == "least" else max
+    return Goal(name, round(worst(values), 3) if values else None, target, at)
 
 
 def _case(row: Row) -> tuple[object, ...]:

@@ -555,7 +555,7 @@ def test_dropping_what_is_stale_drops_what_is_slow_and_pacing_drops_nothing() ->
     assert dropping["staleness_max"] <= 1
     assert dropping["slow_drops"] > 0.9
     assert dropping["slow_share"] < 0.3
-    for name in (pacing.STRICT, pacing.WINDOWED):
+    for name in (pacing.STRICT, *pacing.WINDOWED.values()):
         paced = pacing.figures(simulated(name, 1, latencies))
         assert (paced["staleness_max"], paced["wasted_share"], paced["slow_drops"]) == (1, 0, 0)
     assert pacing.figures(simulated(pacing.UNBOUNDED, 0, latencies))["staleness_max"] > 1
@@ -573,17 +573,77 @@ def test_a_queue_that_never_gives_a_batch_is_a_deadlock_and_no_hang() -> None:
         pacing.Simulation(PLANT, Closed(4, None), [1.0]).run()
 
 
-def test_the_staleness_bench_has_a_row_for_every_queue_and_goals_of_the_worst() -> None:
-    rows = staleness.measure(PLANT, [2], seed=0)
-    assert len(rows) == len(pacing.LATENCIES) * len(pacing.QUEUES)
+def test_a_window_trains_earlier_what_is_complete_in_time() -> None:
+    for window, name in pacing.WINDOWED.items():
+        found = pacing.figures(simulated(name, 4, [0.6]))
+        assert found["staleness_mean"] == 4 * (1 - window)
+
+
+@pytest.fixture(scope="module")
+def rows_of_a_short_run() -> list[dict[str, Any]]:
+    return staleness.measure(PLANT, [2, 4], seed=0)
+
+
+def staleness_goals(rows: list[dict[str, Any]]) -> dict[str, Goal]:
+    return {goal.name: goal for goal in staleness.goals_of(rows)}
+
+
+def test_the_staleness_bench_has_a_row_for_every_queue(rows_of_a_short_run: list[dict[str, Any]]) -> None:
+    rows = rows_of_a_short_run
+    assert len(rows) == len(pacing.LATENCIES) * (2 * (len(pacing.QUEUES) - 1) + 1)
     result = staleness.make_result(rows, {"steps": PLANT.steps})
     found = json.loads(printed(result, *staleness.tables(rows, [PLANT]))[-1])
     goals = {goal["name"]: goal for goal in found["goals"]}
     assert goals["windowed: versions above the bound"]["met"]
     assert goals["windowed: share wasted"]["met"]
-    assert goals["windowed over unbounded, bound 2, moderate tails, 6 groups at once"]["value"] <= 1.1
-    worse = [row | {"wasted_share": 0.5} if row["name"] == pacing.WINDOWED else row for row in rows]
-    assert [goal.value for goal in staleness.goals_of(worse) if goal.name == "windowed: share wasted"] == [0.5]
+    assert goals["w 0.5, bound 4, 6 groups at once, moderate tails: over unbounded, steps/s"]["value"] <= 1.1
+
+
+HALF, WHERE = pacing.WINDOWED[0.5], "w 0.5, bound 4, 6 groups at once"
+WORSE: dict[str, tuple[str, int, str, dict[str, float], float | None]] = {
+    "windowed: versions above the bound": (HALF, 2, "uniform", {"staleness_max": 3}, 1),
+    "windowed: share wasted": (HALF, 2, "uniform", {"wasted_share": 0.5}, 0.5),
+    "windowed: slow groups trained over started": (HALF, 2, "uniform", {"slow_share": 0.5}, 0.5),
+    f"{WHERE}, moderate tails: over unbounded, steps/s": (HALF, 4, "uniform", {"over_unbounded": 0.1}, 0.1),
+    f"{WHERE}, moderate tails: over strict FIFO, mean staleness": (
+        *(pacing.STRICT, 4, "uniform", {"staleness_mean": 0.0001}),
+        None,
+    ),
+    f"{WHERE}: over strict FIFO at bound 2, steps/s": (HALF, 4, "pareto 1.2", {"steps_per_s": 0.0}, 0),
+}
+
+
+@pytest.mark.parametrize("name", WORSE)
+def test_a_goal_of_the_staleness_bench_is_that_of_the_worst_row(
+    rows_of_a_short_run: list[dict[str, Any]], name: str
+) -> None:
+    queue, bound, shape, change, value = WORSE[name]
+    key = {"name": queue, "bound": bound, "latency": shape}
+    rows = [row | change if key.items() <= row.items() else row for row in rows_of_a_short_run]
+    assert rows != rows_of_a_short_run
+    goal = staleness_goals(rows)[name]
+    assert not goal.met
+    assert value is None or goal.value == value
+
+
+def test_the_best_window_counts_and_the_worst_case(rows_of_a_short_run: list[dict[str, Any]]) -> None:
+    def best(*slow: str) -> float | None:
+        rows = [
+            row | {"steps_per_s": row["steps_per_s"] / 10}
+            if row["name"] in slow and row["latency"] == "uniform"
+            else row
+            for row in rows_of_a_short_run
+        ]
+        return staleness_goals(rows)["best window over strict FIFO, steps/s"].value
+
+    *others, last = pacing.WINDOWED.values()
+    assert best(last) == best() == 1
+    assert (best(*others, last) or 0) == pytest.approx(0.1, abs=0.01)
+
+
+def test_without_the_bounds_of_its_goals_the_staleness_bench_measures_none() -> None:
+    goals = staleness_goals(staleness.measure(PLANT, [1], seed=0))
+    assert [goal.value for name, goal in goals.items() if name.startswith("w 0.5")] == [None] * 3
 
 
 # --- command lines

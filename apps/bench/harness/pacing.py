@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from tensordict import TensorDict
 
 from replay.buffer import ReplayBuffer
+from replay.policies import Policy, fifo, strict
 from replay.staleness import Admission, Ticket
 from replay.storage import Record
 
@@ -49,7 +50,7 @@ class Queue(Protocol):
 
 
 class Paced(ReplayBuffer):
-    """The project's own: admission by slots, groups chosen by deadline and window."""
+    """The project's own: admission by slots, less those of the window; groups chosen by policy and deadline."""
 
     def batch(self, policy_version: int) -> list[int] | None:
         """The numbers of the next batch, if it is complete."""
@@ -99,15 +100,17 @@ class Open:
         return set(self._complete)
 
 
-def paced(window: float) -> Callable[[int, int], Queue]:
+def paced(policy: Policy, window: float) -> Callable[[int, int], Queue]:
     """A maker of queues for a bound and a batch size."""
-    return lambda bound, count: Paced(Admission(bound, count), window=window, clock=lambda: 0.0)
+    return lambda bound, count: Paced(Admission(bound, count, window=window), policy=policy, clock=lambda: 0.0)
 
 
-STRICT, WINDOWED, DROP, UNBOUNDED = "strict FIFO", "windowed FIFO", "drop-stale", "unbounded"
+STRICT, DROP, UNBOUNDED = "strict FIFO", "drop-stale", "unbounded"
+WINDOWED = {window: f"windowed FIFO, w {window:g}" for window in (0.0, 0.25, 0.5)}
+"""By window: the share of the bound that is kept for groups that run long."""
 QUEUES: dict[str, Callable[[int, int], Queue]] = {
-    STRICT: paced(0.0),
-    WINDOWED: paced(1.0),
+    STRICT: paced(strict, 0.0),
+    **{name: paced(fifo, window) for window, name in WINDOWED.items()},
     DROP: lambda bound, count: Open(count, bound),
     UNBOUNDED: lambda _bound, count: Open(count, None),
 }
