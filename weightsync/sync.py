@@ -137,7 +137,7 @@ class WeightSync:
         await asyncio.gather(*(self._meet(replica) for replica in self._replicas))
 
     async def start_at(self, version: int) -> None:
-        """Brings every replica to the weights that the trainer was restored to, before `run`. Raises WeightSyncError."""
+        """Before `run`: brings all replicas to the weights that the trainer was restored to. Raises WeightSyncError."""
         await self.publish(version)
         assert self._newest is not None
         if errors := await self._bring(self._replicas, self._newest):
