@@ -266,7 +266,7 @@ class Replay:
     def _served_again(self, policy_version: int) -> Choice | None:
         """The batch that the run before had trained at this version, if any."""
         again = self._persistence.again
-        if not again or again[0].version != policy_version:
+        if self._closed or not again or again[0].version != policy_version:
             return None
         choice = self._buffer.take(policy_version, again[0].seqs)
         again.popleft()
