@@ -70,7 +70,11 @@ class Persistence:
             # The lock first: nobody else may write while this one reads.
             journal = Journal(Path(place.folder), run=place.run, interval_s=interval_s)
             if place.resume_from is not None:
-                self._recovered = recover(Path(place.folder), place.resume_from, run=place.run)
+                try:
+                    self._recovered = recover(Path(place.folder), place.resume_from, run=place.run)
+                except BaseException:
+                    journal.close()
+                    raise
                 journal.incarnation = self._recovered.incarnation + 1
             self._journal = journal
 
