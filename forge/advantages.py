@@ -2,7 +2,8 @@
 
 Each kind is a function from rewards `[P, G]` (P prompts, G episodes of each) to advantages `[P, G]`,
 so one of your own is one function: add it to ADVANTAGES, or name it as `module:function` in the
-configuration. A group whose rewards are all equal teaches nothing and gets 0 from every kind.
+configuration. A group whose rewards are all equal teaches nothing and gets 0 from every kind. Rewards of turns and
+tokens, REINFORCE++ and GAE are in `forge/token_advantages.py`.
 """
 
 from __future__ import annotations
@@ -67,3 +68,15 @@ def advantages(rewards: Tensor, kind: str, group_size: int) -> Tensor:
         return torch.zeros_like(rewards)
     zero = is_degenerate(groups)[:, None]
     return torch.where(zero, 0.0, function(groups)).view(-1).to(rewards.dtype)
+
+
+def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float = 1.0) -> Tensor:
+    """What DAPO adds to the reward of a completion of `lengths` tokens, `[N]` -> `[N]`, at most 0 (Yu et al. 2025).
+
+    `min(-(L - (max_length - buffer)) / buffer * factor, 0)`: 0 up to `buffer` tokens before the budget `max_length`,
+    then falling to -factor at it. Raises ConfigError for a buffer that does not lie in [1, max_length].
+    """
+    if not 1 <= buffer <= max_length:
+        raise ConfigError(f"buffer must lie in [1, {max_length}], got {buffer}; a fifth of max_length is usual")
+    over = lengths.to(torch.float64) - (max_length - buffer)
+    return (-over / buffer * factor).clamp(max=0.0).to(torch.float32)

@@ -14,13 +14,17 @@ from forge.advantages import ADVANTAGES
 from forge.data import DataConfig
 from forge.errors import ConfigError
 from forge.losses import LossConfig
+from forge.pairing import check_pairing, check_supplied
 from forge.placement import MeshConfig, Placement, place
 from forge.registry import lookup
 from forge.report import RunConfig, check_run
+from forge.token_advantages import TOKEN_ADVANTAGES
 from replay.config import ReplayConfig
 from weightsync.config import WeightSyncConfig
 
 DEFAULT_PRESET = Path(__file__).with_name("smollm2.yaml")
+TRAINER_SUPPLIES = frozenset[str]()
+"""Optional inputs of a loss that the trainer makes, by their names in `forge.pairing.needed_inputs`."""
 
 
 @dataclass
@@ -57,6 +61,11 @@ class GrpoConfig:
             )
         if self.oversample < 0:
             raise ConfigError(f"grpo.oversample must be >= 0, got {self.oversample}; 0 begins group_size episodes")
+        if self.advantage in TOKEN_ADVANTAGES:
+            raise ConfigError(
+                f"grpo.advantage {self.advantage} is made per token and whitened over the batch, which the trainer "
+                f"does not do yet; use one of {', '.join(ADVANTAGES)}"
+            )
         lookup(self.advantage, ADVANTAGES, "grpo.advantage")
 
 
@@ -98,6 +107,8 @@ class AppConfig:
         sections = (self.data, self.generator, self.reward, self.grpo, self.trainer, self.loss, self.weightsync)
         for section in sections:
             section.validate()
+        check_pairing(self.loss, self.replay.max_staleness)
+        check_supplied(self.loss, TRAINER_SUPPLIES)
         if self.run.resume and not self.replay.journal:
             raise ConfigError(
                 f"run.resume is {self.run.resume}, replay.journal false: prompts would begin anew and the buffer would "

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forge.advantages import ADVANTAGES, advantages, is_degenerate
+from forge.advantages import ADVANTAGES, advantages, is_degenerate, overlong_penalty
 from forge.errors import ConfigError, SchemaError
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -120,3 +120,21 @@ def test_rewards_that_do_not_divide_into_groups_are_an_error() -> None:
         advantages(torch.zeros(5), "grpo", 2)
     with pytest.raises(ConfigError, match="group_size must be >= 1, got 0"):
         advantages(torch.zeros(4), "grpo", 0)
+
+
+# Overlong shaping
+
+
+def test_the_overlong_penalty_equals_the_golden_number() -> None:
+    assert float(overlong_penalty(torch.tensor([17000]), 20480, 4096)) == pytest.approx(-0.1503906, abs=1e-6)
+
+
+def test_the_overlong_penalty_falls_from_zero_at_the_buffer_to_the_factor_at_the_budget() -> None:
+    got = overlong_penalty(torch.tensor([0, 60, 80, 90, 100]), 100, 20, factor=2.0)
+    assert got.tolist() == [0.0, 0.0, 0.0, -1.0, -2.0]
+
+
+@pytest.mark.parametrize("buffer", [0, 101])
+def test_an_overlong_buffer_outside_the_budget_is_an_error(buffer: int) -> None:
+    with pytest.raises(ConfigError, match=rf"buffer must lie in \[1, 100\], got {buffer}"):
+        overlong_penalty(torch.tensor([5]), 100, buffer)

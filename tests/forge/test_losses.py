@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from loss_cases import (  # type: ignore[import-not-found]
+    ALGORITHMS,
+    assert_golden,
+    forward_input,
+    gradient_input,
+    make_config,
+    random_input,
+    rows_of,
+    run,
+    value_and_grad,
+)
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -19,92 +28,13 @@ from forge.losses import (
     LOSSES,
     LossConfig,
     LossInput,
-    LossOutput,
     TokenLoss,
     add_metrics,
     compute_loss,
     denominator,
     kl_divergence,
     metric_means,
-    probability_ratio,
 )
-
-GOLDEN = Path(__file__).parent / "golden"
-ALGORITHMS = json.loads((GOLDEN / "algorithms.json").read_text())
-GRADIENTS = json.loads((GOLDEN / "losses_and_gradients.json").read_text())
-
-
-def make_config(aggregation: Any = "token_mean", **changes: Any) -> LossConfig:
-    return LossConfig(aggregation=aggregation, norm_length=12, **changes)
-
-
-def run(x: LossInput, cfg: LossConfig) -> LossOutput:
-    return compute_loss(x, cfg, denominator(x.loss_mask, cfg.aggregation))
-
-
-def value_and_grad(x: LossInput, cfg: LossConfig) -> tuple[float, Tensor]:
-    leaf = x.policy_logprobs.detach().clone().requires_grad_()
-    loss = run(replace(x, policy_logprobs=leaf), cfg).loss
-    loss.backward()
-    assert leaf.grad is not None
-    return loss.item(), leaf.grad
-
-
-def assert_golden(got: tuple[float, Tensor], key: str) -> None:
-    expected = GRADIENTS["expected"][key]
-    assert got[0] == pytest.approx(expected["value"], abs=1e-6)
-    torch.testing.assert_close(got[1], torch.tensor(expected["grad_new"]).to(got[1]), rtol=0, atol=1e-6)
-
-
-def golden_tensors(data: Any) -> dict[str, Tensor]:
-    two_dimensional = {k: v for k, v in data["inputs"].items() if isinstance(v[0], list)}
-    return {k: torch.tensor(v, dtype=torch.float64) for k, v in two_dimensional.items()}
-
-
-def forward_input() -> LossInput:
-    """Inputs of algorithms.json: masks with holes, a group of three, of two and of one (raw reward)."""
-    t = golden_tensors(ALGORITHMS)
-    return LossInput(
-        policy_logprobs=t["logp"],
-        behavior_logprobs=t["old_logp"],
-        ref_logprobs=t["ref_logp"],
-        loss_mask=t["mask"].bool(),
-        advantages=torch.tensor(ALGORITHMS["outputs"]["grpo_adv"], dtype=torch.float64),
-    )
-
-
-def gradient_input() -> LossInput:
-    """Inputs of losses_and_gradients.json: 16 ragged episodes in 4 groups, one without variance."""
-    t = golden_tensors(GRADIENTS)
-    return LossInput(
-        policy_logprobs=t["new"],
-        behavior_logprobs=t["old"],
-        ref_logprobs=t["roll"],
-        loss_mask=t["mask"].bool(),
-        advantages=torch.tensor(GRADIENTS["expected"]["adv_grpo"]["value"], dtype=torch.float64),
-    )
-
-
-def random_input(rows: int = 8, width: int = 50, seed: int = 0) -> LossInput:
-    """Very ragged episodes with holes in their masks; the last row holds nothing to train."""
-    g = torch.Generator().manual_seed(seed)
-    draw = torch.randn((3, rows, width), generator=g, dtype=torch.float64)
-    lengths = torch.tensor([2, width, 5, 11, 30, 3, 17, 0] * (rows // 8))
-    mask = (torch.arange(width) < lengths[:, None]) & (torch.rand((rows, width), generator=g) > 0.2)
-    mask[:, 0] = False
-    return LossInput(
-        policy_logprobs=-draw[0].abs() - 0.3,
-        behavior_logprobs=-draw[0].abs() - 0.3 + 0.5 * draw[1],
-        ref_logprobs=-draw[0].abs() - 0.3 + 0.5 * draw[2],
-        loss_mask=mask,
-        advantages=torch.randn(rows, generator=g, dtype=torch.float64),
-    )
-
-
-def rows_of(x: LossInput, rows: slice | list[int]) -> LossInput:
-    named = {k: v[rows] for k, v in vars(x).items() if v is not None}
-    return LossInput(**named)
-
 
 # Golden numbers
 
@@ -141,67 +71,41 @@ def test_the_kl_term_equals_the_golden_value_and_gradient() -> None:
     assert_golden(value_and_grad(golden_k3_input(), make_config(kl_weight=1.0, kl_estimator="k3")), "k3")
 
 
-# Losses of one's own, with golden numbers as the judge of the seam
+# Losses of one's own
 
 
-def cispo(x: LossInput, cfg: LossConfig) -> TokenLoss:
-    ratio = probability_ratio(x.policy_logprobs, x.behavior_logprobs)
-    weight = ratio.clamp(1.0 - cfg.params["low"], 1.0 + cfg.params["high"]).detach()
-    return -weight * x.advantages * x.policy_logprobs, {"extra/weight": weight}
-
-
-def gspo(x: LossInput, cfg: LossConfig) -> TokenLoss:
-    gap = (x.policy_logprobs - x.behavior_logprobs).sum(1) / x.loss_mask.sum(1).clamp(min=1)
-    move = (x.policy_logprobs - x.policy_logprobs.detach()).exp()
-    ratio = gap.exp().detach()[:, None] * move
-    clipped = ratio.clamp(1.0 - cfg.clip_low, 1.0 + cfg.clip_high)
-    return torch.maximum(-x.advantages * ratio, -x.advantages * clipped), {}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProximalInput(LossInput):
-    """A field that a later loss needs."""
-
-    proximal_logprobs: Tensor
-
-
-def ppo_tis(x: LossInput, cfg: LossConfig) -> TokenLoss:
-    assert isinstance(x, ProximalInput)
-    weight = (x.proximal_logprobs - x.behavior_logprobs).exp().clamp(max=cfg.params["cap"]).detach()
-    loss, metrics = LOSSES["ppo_clip"](replace(x, behavior_logprobs=x.proximal_logprobs), cfg)
-    return weight * loss, metrics
+def vanilla(x: LossInput, cfg: LossConfig) -> TokenLoss:
+    return -cfg.params["scale"] * x.advantages * x.policy_logprobs, {"extra/scaled": x.advantages}
 
 
 def test_an_own_loss_is_one_registered_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(LOSSES, "cispo", cispo)
-    cfg = make_config(name="cispo", params={"low": 1.0, "high": 4.0})
-    out = run(forward_input(), cfg)
-    assert float(out.loss) == pytest.approx(ALGORITHMS["outputs"]["cispo(low=1,high=4)"], abs=1e-6)
-    assert "extra/weight" in out.metrics
-    upper_only = replace(cfg, params={"low": 1.0, "high": 0.28})
-    assert_golden(value_and_grad(gradient_input(), upper_only), "cispo_upper_only")
+    monkeypatch.setitem(LOSSES, "vanilla", vanilla)
+    out = run(forward_input(), make_config(name="vanilla", params={"scale": 3.0}))
+    assert float(out.loss) == pytest.approx(3.0 * float(run(forward_input(), make_config(name="reinforce")).loss))
+    assert "extra/scaled" in out.metrics
 
 
-def test_a_loss_over_whole_sequences_fits_the_same_seam(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(LOSSES, "gspo", gspo)
-    cfg = make_config("seq_mean_token_mean", name="gspo", clip_low=3e-4, clip_high=4e-4)
-    golden = ALGORITHMS["outputs"]["gspo(3e-4,4e-4)"]
-    assert float(run(forward_input(), cfg).loss) == pytest.approx(golden, abs=1e-6)
-    assert_golden(value_and_grad(gradient_input(), make_config("seq_mean_token_mean", name="gspo")), "gspo")
+@dataclass(frozen=True, kw_only=True)
+class WiderInput(LossInput):
+    """A field that only a loss of one's own knows."""
+
+    teacher_logprobs: Tensor
 
 
 def test_a_loss_may_read_a_field_that_others_do_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(LOSSES, "ppo_tis", ppo_tis)
+    def distil(x: LossInput, cfg: LossConfig) -> TokenLoss:
+        assert isinstance(x, WiderInput)
+        return kl_divergence(x.policy_logprobs, x.teacher_logprobs, "k3"), {}
+
+    monkeypatch.setitem(LOSSES, "distil", distil)
     x = gradient_input()
-    assert x.ref_logprobs is not None
-    fields = {**vars(x), "behavior_logprobs": x.ref_logprobs, "ref_logprobs": None}
-    wide = ProximalInput(**fields, proximal_logprobs=x.behavior_logprobs)
-    assert_golden(value_and_grad(wide, make_config(name="ppo_tis", params={"cap": 2.0})), "ppo_tis2")
+    wide = WiderInput(**vars(x), teacher_logprobs=x.behavior_logprobs)
+    assert_golden(value_and_grad(wide, make_config(name="distil")), "k3")
     run(wide, make_config())  # and the built-in loss does not mind the field
 
 
 def test_an_own_loss_can_be_named_by_its_path() -> None:
-    by_path = make_config(name="forge.losses:ppo_clip")
+    by_path = make_config(name="forge.policy_losses:ppo_clip")
     by_path.validate()
     assert torch.equal(run(forward_input(), by_path).loss, run(forward_input(), make_config()).loss)
 
@@ -368,7 +272,8 @@ def test_poisoned_padding_changes_nothing(
     def poisoned(value: Tensor) -> Tensor:
         return torch.where(x.loss_mask, value, poison)
 
-    bad = {k: poisoned(v) for k, v in vars(x).items() if k.endswith("logprobs") or k == "entropy"}
+    floats = ("policy_logprobs", "behavior_logprobs", "ref_logprobs", "entropy")
+    bad = {k: poisoned(v) for k, v in vars(x).items() if k in floats}
     bad["advantages"] = torch.where(x.loss_mask.any(1), x.advantages, poison)
     dirty = replace(x, **bad)
     value, grad = value_and_grad(x, cfg)
@@ -388,7 +293,7 @@ def test_poisoned_padding_changes_nothing(
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_more_padding_changes_nothing(aggregation: str) -> None:
     x = random_input()
-    wide = {k: pad(v, (0, 9)) for k, v in vars(x).items() if v is not None and v.dim() == 2}
+    wide = {k: pad(v, (0, 9)) for k, v in vars(x).items() if isinstance(v, Tensor) and v.dim() == 2}
     cfg = make_config(aggregation, kl_weight=0.3)
     value, grad = value_and_grad(x, cfg)
     wide_value, wide_grad = value_and_grad(replace(x, **wide), cfg)
@@ -420,8 +325,9 @@ def test_an_advantage_per_token_is_as_good_as_one_per_episode() -> None:
 
 def test_bfloat16_logprobs_are_computed_in_float32() -> None:
     x = random_input()
-    low = {k: v.bfloat16() for k, v in vars(x).items() if v is not None and k != "loss_mask"}
-    exact = {k: v.bfloat16().float() for k, v in vars(x).items() if v is not None and k != "loss_mask"}
+    floats = {k: v for k, v in vars(x).items() if isinstance(v, Tensor) and v.is_floating_point()}
+    low = {k: v.bfloat16() for k, v in floats.items()}
+    exact = {k: v.bfloat16().float() for k, v in floats.items()}
     loss = run(replace(x, **low), make_config()).loss
     assert loss.dtype == torch.float32
     assert torch.equal(loss, run(replace(x, **exact), make_config()).loss)
@@ -459,14 +365,16 @@ def test_without_exact_entropy_the_metric_says_that_it_is_approximate() -> None:
 @pytest.mark.parametrize(
     "changes, text",
     [
-        ({"name": "ppo"}, "'ppo', which is not registered; use one of ppo_clip, or module:function"),
+        ({"name": "ppo"}, "'ppo', which is not registered; use one of .*ppo_clip.*, or module:function"),
         ({"name": "nowhere:loss"}, r"loss\.name is 'nowhere:loss', which cannot be imported .*No module"),
         ({"name": "forge.losses:nothing"}, "cannot be imported"),
-        ({"name": "forge.losses:KL_LIMIT"}, "is a float, not a function"),
+        ({"name": "forge.kl:KL_LIMIT"}, "is a float, not a function"),
         ({"clip_low": 1.5}, r"loss\.clip_low must be in \[0, 1\], got 1\.5"),
         ({"clip_high": -0.1}, r"loss\.clip_high must be >= 0, got -0\.1"),
         ({"dual_clip": 0.5}, r"loss\.dual_clip must be > 1, or null, got 0\.5"),
         ({"kl_weight": -1.0}, r"loss\.kl_weight must be >= 0, got -1\.0"),
+        ({"value_weight": -1.0}, r"loss\.value_weight must be >= 0, got -1\.0"),
+        ({"value_clip": 0.0}, r"loss\.value_clip must be > 0, got 0\.0"),
         ({"kl_estimator": "k4"}, r"loss\.kl_estimator must be k1, k2 or k3, got k4"),
         ({"aggregation": "mean"}, r"loss\.aggregation must be in .*token_mean.*, got mean"),
         ({"aggregation": "seq_mean_token_sum_norm"}, r"loss\.norm_length must be >= 1"),

@@ -1,0 +1,84 @@
+"""Which loss goes with which staleness bound, and what a loss needs besides the batch. Pure.
+
+At a bound of 0 every token is sampled by the weights that it trains. Above, a loss has to know who sampled it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+from forge.corrections import CORRECTIONS
+from forge.errors import ConfigError
+from forge.loss_config import LossConfig
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """What a loss does about the policy that sampled a token; without `uses_behavior` it holds at a bound of 0 only."""
+
+    uses_behavior: bool
+    how: str
+
+
+LOSS_STALENESS: dict[str, Pairing] = {
+    "ppo_clip": Pairing(True, "ratio to the sampler, clipped: one token"),
+    "gspo": Pairing(True, "ratio to the sampler, clipped: one sequence"),
+    "cispo": Pairing(True, "ratio to the sampler as a clipped weight"),
+    "decoupled_ppo": Pairing(True, "weight to the sampler, ratio to the start of the step"),
+    "reinforce": Pairing(False, "ignores the sampler"),
+    "tis": Pairing(True, "weight of a token, truncated above"),
+    "seq_tis": Pairing(True, "weight of a sequence, truncated above"),
+    "icepop": Pairing(True, "weight of a token, 0 outside two limits"),
+    "seq_mask": Pairing(True, "sequences whose product of ratios is far off are left out"),
+    "geo_mask": Pairing(True, "sequences whose mean ratio is far off are left out"),
+}
+"""Losses and corrections. A loss of your own is not listed and not judged."""
+
+
+def check_pairing(loss: LossConfig, max_staleness: int) -> None:
+    """Raises ConfigError when tokens may be stale and neither the loss nor its correction knows who sampled them.
+
+    `loss.allow_off_policy` turns this off.
+    """
+    known = LOSS_STALENESS.get(loss.name)
+    if max_staleness == 0 or loss.allow_off_policy or loss.correction != "none" or known is None or known.uses_behavior:
+        return
+    others = ", ".join(name for name, pairing in LOSS_STALENESS.items() if pairing.uses_behavior and name in _LOSSES)
+    raise ConfigError(
+        f"replay.max_staleness is {max_staleness}, loss.name {loss.name}, which ignores the policy that sampled a "
+        f"token: the bound must be 0; use {others}, a loss.correction, replay.max_staleness 0, "
+        "or loss.allow_off_policy to train it all the same"
+    )
+
+
+_LOSSES = set(LOSS_STALENESS) - set(CORRECTIONS)
+
+
+def needed_inputs(loss: LossConfig) -> dict[str, str]:
+    """Optional inputs that `loss` needs from the trainer -> the option that asks for them."""
+    needed: dict[str, str] = {}
+    if loss.correction != "none":
+        needed["proximal_logprobs"] = f"loss.correction {loss.correction}"
+    if loss.name == "decoupled_ppo":
+        needed["proximal_logprobs"] = "loss.name decoupled_ppo"
+    if loss.kl_weight and loss.kl_in == "reward":
+        needed["token_advantages"] = "loss.kl_in reward"
+    if loss.value_weight:
+        needed["values"] = f"loss.value_weight {loss.value_weight}"
+    return needed
+
+
+REMEDIES = {
+    "proximal_logprobs": "use loss.correction none and loss ppo_clip, gspo or cispo, whose ratio is to the sampler",
+    "token_advantages": "use loss.kl_in loss",
+    "values": "use loss.value_weight 0",
+}
+"""What to do while an input is not supplied."""
+
+
+def check_supplied(loss: LossConfig, supplied: Set[str]) -> None:
+    """Raises ConfigError when `loss` needs an input that the trainer does not supply."""
+    for name, option in needed_inputs(loss).items():
+        if name not in supplied:
+            raise ConfigError(f"{option} needs {name}, which the trainer does not supply yet; {REMEDIES[name]}")

@@ -1,0 +1,85 @@
+"""Laws of apps/grpo/algorithms.py and of what the configuration refuses about losses. Starts no process."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from apps.grpo.algorithms import ALGORITHMS, expand
+from apps.grpo.config import DEFAULT_PRESET, TRAINER_SUPPLIES, AppConfig
+from forge import config
+from forge.errors import ConfigError
+from forge.pairing import needed_inputs
+from forge.token_advantages import TOKEN_ADVANTAGES
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def parse(*words: str) -> AppConfig:
+    return config.parse(AppConfig, expand(words), default_config=DEFAULT_PRESET, prog="test", description="")
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_algorithm_runs_or_is_refused_for_what_the_trainer_lacks(name: str) -> None:
+    cfg = parse(f"--algorithm={name}", "--loss.norm_length=16")
+    lacks = set(needed_inputs(cfg.loss)) - TRAINER_SUPPLIES
+    if cfg.grpo.advantage in TOKEN_ADVANTAGES or lacks:
+        with pytest.raises(ConfigError, match=r"which the trainer does\s+not (supply|do)"):
+            cfg.validate()
+    else:
+        cfg.validate()
+
+
+def test_the_readme_has_the_options_of_every_algorithm_that_runs() -> None:
+    rows = [set(row.replace("`", " ").replace(",", " ").split()) for row in README.read_text().splitlines()]
+    for name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"):
+        assert any({f"--{option}" for option in ALGORITHMS[name]} <= row for row in rows), name
+
+
+def test_dr_grpo_asks_for_the_length_that_it_divides_by() -> None:
+    with pytest.raises(ConfigError, match=r"loss\.norm_length must be >= 1 .*got None; generator\.max_new_tokens"):
+        parse("--algorithm=dr_grpo").validate()
+
+
+def test_an_algorithm_is_its_options_written_out_and_any_given_option_wins() -> None:
+    written = parse(*(f"--{option}" for option in ALGORITHMS["gspo"]))
+    assert parse("--algorithm", "gspo") == written
+    assert written.loss.name == "gspo"
+    assert parse("--loss.clip_low=0.1", "--algorithm=gspo").loss == dataclasses.replace(written.loss, clip_low=0.1)
+    assert expand(["--trainer.steps=3"]) == ["--trainer.steps=3"]
+
+
+@pytest.mark.parametrize(
+    "words, text",
+    [
+        (["--algorithm=ppo2"], "algorithm is 'ppo2' .*allowed: grpo, dr_grpo, dapo"),
+        (["--algorithm"], "algorithm is ''"),
+        (["--algorithm", "--trainer.steps=3"], "algorithm is ''"),
+        (["--algorithm=grpo", "--algorithm=dapo"], "algorithm is given 2 times"),
+    ],
+)
+def test_a_name_that_is_none_is_refused(words: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        expand(words)
+
+
+@pytest.mark.parametrize(
+    "words, text",
+    [
+        (["--loss.name=reinforce"], r"replay\.max_staleness is 1, loss\.name reinforce, which ignores"),
+        (["--loss.correction=tis"], r"loss\.correction tis needs proximal_logprobs"),
+        (["--loss.value_weight=0.5"], r"loss\.value_weight 0\.5 needs values"),
+        (["--loss.kl_weight=0.1", "--loss.kl_in=reward"], r"loss\.kl_in reward needs token_advantages"),
+        (["--grpo.advantage=gae"], r"grpo\.advantage gae is made per token .*use one of grpo, dr_grpo, rloo"),
+    ],
+)
+def test_the_configuration_refuses_what_cannot_be_trained(words: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        parse(*words).validate()
+
+
+@pytest.mark.parametrize("word", ["--replay.max_staleness=0", "--loss.allow_off_policy"])
+def test_a_loss_that_ignores_who_sampled_runs_on_policy_or_by_an_explicit_switch(word: str) -> None:
+    parse("--loss.name=reinforce", word).validate()

@@ -1,0 +1,105 @@
+"""Inputs with golden numbers, random ones with every field, and a step of one micro-batch. For the tests of losses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forge.losses import LossConfig, LossInput, LossOutput, compute_loss, denominator
+
+GOLDEN = Path(__file__).parent / "golden"
+ALGORITHMS = json.loads((GOLDEN / "algorithms.json").read_text())
+GRADIENTS = json.loads((GOLDEN / "losses_and_gradients.json").read_text())
+
+
+def make_config(aggregation: Any = "token_mean", **changes: Any) -> LossConfig:
+    return LossConfig(aggregation=aggregation, norm_length=12, **changes)
+
+
+def run(x: LossInput, cfg: LossConfig) -> LossOutput:
+    return compute_loss(x, cfg, denominator(x.loss_mask, cfg.aggregation))
+
+
+def value_and_grad(x: LossInput, cfg: LossConfig) -> tuple[float, Tensor]:
+    leaf = x.policy_logprobs.detach().clone().requires_grad_()
+    loss = run(replace(x, policy_logprobs=leaf), cfg).loss
+    loss.backward()
+    assert leaf.grad is not None
+    return loss.item(), leaf.grad
+
+
+def assert_golden(got: tuple[float, Tensor], key: str) -> None:
+    expected = GRADIENTS["expected"][key]
+    assert got[0] == pytest.approx(expected["value"], abs=1e-6)
+    torch.testing.assert_close(got[1], torch.tensor(expected["grad_new"]).to(got[1]), rtol=0, atol=1e-6)
+
+
+def golden_tensors(data: Any) -> dict[str, Tensor]:
+    two_dimensional = {k: v for k, v in data["inputs"].items() if isinstance(v[0], list)}
+    return {k: torch.tensor(v, dtype=torch.float64) for k, v in two_dimensional.items()}
+
+
+def forward_input(*, three_policies: bool = False) -> LossInput:
+    """Inputs of algorithms.json: masks with holes, a group of three, of two and of one (raw reward).
+
+    With three policies the golden old is the proximal one, and its rollout the one that sampled.
+    """
+    t = golden_tensors(ALGORITHMS)
+    return LossInput(
+        policy_logprobs=t["logp"],
+        behavior_logprobs=t["rollout_logp"] if three_policies else t["old_logp"],
+        proximal_logprobs=t["old_logp"] if three_policies else None,
+        ref_logprobs=t["ref_logp"],
+        loss_mask=t["mask"].bool(),
+        advantages=torch.tensor(ALGORITHMS["outputs"]["grpo_adv"], dtype=torch.float64),
+    )
+
+
+def gradient_input(*, three_policies: bool = False) -> LossInput:
+    """Inputs of losses_and_gradients.json: 16 ragged episodes in 4 groups, one without variance."""
+    t = golden_tensors(GRADIENTS)
+    return LossInput(
+        policy_logprobs=t["new"],
+        behavior_logprobs=t["roll"] if three_policies else t["old"],
+        proximal_logprobs=t["old"] if three_policies else None,
+        ref_logprobs=t["roll"],
+        loss_mask=t["mask"].bool(),
+        advantages=torch.tensor(GRADIENTS["expected"]["adv_grpo"]["value"], dtype=torch.float64),
+    )
+
+
+def random_input(rows: int = 8, width: int = 50, seed: int = 0, spread: float = 0.5) -> LossInput:
+    """Very ragged episodes with holes in their masks, every field given; the last row holds nothing to train.
+
+    `spread` is how far apart the policies are, in nats.
+    """
+    g = torch.Generator().manual_seed(seed)
+    draw = torch.randn((6, rows, width), generator=g, dtype=torch.float64)
+    lengths = torch.tensor([2, width, 5, 11, 30, 3, 17, 0] * (rows // 8))
+    mask = (torch.arange(width) < lengths[:, None]) & (torch.rand((rows, width), generator=g) > 0.2)
+    mask[:, 0] = False
+    policy = -draw[0].abs() - 0.3
+    return LossInput(
+        policy_logprobs=policy,
+        behavior_logprobs=policy + spread * draw[1],
+        proximal_logprobs=policy + spread * 0.6 * draw[1] + spread * 0.4 * draw[3],
+        ref_logprobs=policy + spread * draw[2],
+        loss_mask=mask,
+        advantages=torch.randn(rows, generator=g, dtype=torch.float64),
+        token_versions=torch.randint(3, 8, (rows, width), generator=g),
+        policy_version=7,
+        values=draw[4],
+        old_values=draw[4] + 0.3 * draw[5],
+        returns=draw[5],
+    )
+
+
+def rows_of(x: LossInput, rows: slice | list[int]) -> LossInput:
+    named: dict[str, Any] = {k: v[rows] for k, v in vars(x).items() if isinstance(v, Tensor)}
+    return replace(x, **named)
