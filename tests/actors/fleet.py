@@ -109,9 +109,16 @@ class FleetGenerator(GeneratorActor):
 
     @concurrent_endpoint
     async def steps(self, count: int) -> None:
-        """Returns after `count` decode steps at least: between two of them the engine answers one call at most."""
-        for _ in range(count + 1):
-            await self._generator._engine._engine.collective_rpc("check_health")
+        """Returns after `count` more tokens of the longest request that runs, once one has any."""
+        begun = await self._longest(1)
+        await self._longest(begun + count)
+
+    async def _longest(self, least: int) -> int:
+        """Tokens that the longest running request has, once those are `least`."""
+        engine = self._generator._engine
+        while (longest := max((len(c.token_ids) for c in engine.sampled().values()), default=0)) < least:
+            await engine._engine.collective_rpc("check_health")
+        return longest
 
     @concurrent_endpoint
     async def why_no_shadow(self) -> str:

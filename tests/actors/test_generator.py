@@ -116,13 +116,27 @@ class Live:
         return offer
 
     async def steps(self, count: int) -> None:
-        """Returns after `count` decode steps at least: between two of them the engine answers one call at most."""
-        for _ in range(count + 1):
-            await self.engine._engine.collective_rpc("check_health")
+        """Returns after `count` more tokens of the longest request that runs, once one has any; or when none runs."""
+        async with asyncio.timeout(120):
+            await self.ask()
+            while self.engine._running and not self.longest:
+                await self.ask()
+            begun = self.longest
+            while self.engine._running and self.longest < begun + count:
+                await self.ask()
+
+    @property
+    def longest(self) -> int:
+        """Tokens that the longest running request has."""
+        return max((len(c.token_ids) for c in self.engine.sampled().values()), default=0)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         while not condition():
-            await self.steps(1)
+            await self.ask()
+
+    async def ask(self) -> None:
+        """One call of the engine, which it answers between two decode steps."""
+        await self.engine._engine.collective_rpc("check_health")
 
     async def complete(
         self, count: int, length: int, sampling: Sampling = SAMPLERS[0], seed: int = 0
