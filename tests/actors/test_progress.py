@@ -35,7 +35,7 @@ class Live:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return self.start(coroutine).result(120)
+        return self.start(coroutine).result(280)
 
     async def greedy(self, length: int, begun: Completion | None = None, stop_ids: tuple[int, ...] = ()) -> Completion:
         return await self.engine.generate(PROMPT, GREEDY, max_tokens=length, seed=0, stop_ids=stop_ids, begun=begun)
