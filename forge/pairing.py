@@ -41,8 +41,9 @@ def check_pairing(loss: LossConfig, max_staleness: int) -> None:
 
     `loss.allow_off_policy` turns this off.
     """
-    known = LOSS_STALENESS.get(loss.name)
-    if max_staleness == 0 or loss.allow_off_policy or loss.correction != "none" or known is None or known.uses_behavior:
+    if max_staleness == 0 or loss.allow_off_policy or loss.name not in LOSS_STALENESS:
+        return
+    if any(LOSS_STALENESS[name].uses_behavior for name in (loss.name, loss.correction) if name in LOSS_STALENESS):
         return
     others = ", ".join(name for name, pairing in LOSS_STALENESS.items() if pairing.uses_behavior and name in _LOSSES)
     raise ConfigError(
