@@ -51,17 +51,19 @@ def parse(
     description: str,
     validate: Callable[[T], object] | None = None,
     resume_key: str = "",
+    expand: Callable[[Sequence[str]], Sequence[str]] = list,
 ) -> T:
     """The configuration that `argv` (default: `sys.argv[1:]`) asks for.
 
     `--config F.yaml` replaces the preset `default_config`; every leaf of `config_cls` is an option, as
     `--a.b=1` or `--a.b 1`, a boolean also as `--a.b`, a list also as `--a.b+=ITEM`, which appends.
-    With `resume_key`, such as run.resume, `--resume DIR` sets that key, and DIR/config.yaml is the default preset.
-    `--help` and `--print-config` print and exit with 0 without calling `validate`. What cannot be parsed,
-    or for which `validate` raises ConfigError, ends with one line on stderr and exit code 2 (SystemExit).
+    `expand` may write out words of the app's own as options first. With `resume_key`, such as run.resume,
+    `--resume DIR` sets that key, and DIR/config.yaml is the default preset. `--help` and `--print-config` print and
+    exit with 0 without calling `validate`. What cannot be parsed, or for which `validate` raises ConfigError, ends with
+    one line on stderr and exit code 2 (SystemExit).
     """
     try:
-        flags = _read_flags(sys.argv[1:] if argv is None else argv, config_cls, resume_key)
+        flags = _read_flags(expand(sys.argv[1:] if argv is None else argv), config_cls, resume_key)
         resumed = dict(flags.overrides).get(resume_key)
         path = flags.config or (Path(resumed) / "config.yaml" if resumed else default_config)
         preset = _read_preset(path, default_config)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from apps.custom_mesh.judge import Judge, JudgeReward
+from apps.grpo import algorithms
 from apps.grpo.config import AppConfig, plan_run
 from apps.grpo.main import Run, train
 from apps.grpo.spawn import spawn_actors
@@ -42,5 +43,6 @@ if __name__ == "__main__":
         description=__doc__ or "",
         validate=lambda c: plan_run(c, slots, num_hosts),
         resume_key="run.resume",
+        expand=algorithms.expand,
     )
     launch.run(lambda hosts, stopping: main(cfg, hosts, stopping), launch.bring_up())

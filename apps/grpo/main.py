@@ -17,6 +17,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from actors.rollout import rollout_group
+from apps.grpo import algorithms
 from apps.grpo.config import DEFAULT_PRESET, AppConfig, plan_run
 from apps.grpo.spawn import Actors, spawn_actors, tokens_event
 from forge import config, launch
@@ -169,5 +170,6 @@ if __name__ == "__main__":
         description=__doc__ or "",
         validate=lambda c: plan_run(c, slots, num_hosts),
         resume_key="run.resume",
+        expand=algorithms.expand,
     )
     launch.run(lambda hosts, stopping: main(cfg, hosts, stopping), launch.bring_up())

@@ -19,6 +19,7 @@ from rich.table import Table
 from actors.model import pick_dtype
 from actors.trainer import ModelSpec
 from actors.trainer_mesh import TrainerActor, TrainerMesh
+from apps.grpo import algorithms
 from apps.grpo.config import DEFAULT_PRESET, AppConfig, plan_run
 from apps.grpo.models import resolve_model
 from forge import channel, config, launch
@@ -121,5 +122,6 @@ if __name__ == "__main__":
         description=__doc__ or "",
         validate=lambda c: check(c, slots, num_hosts),
         resume_key="run.resume",
+        expand=algorithms.expand,
     )
     launch.run(lambda hosts, stopping: main(cfg, hosts, stopping), launch.bring_up())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from loss_cases import (  # type: ignore[import-not-found]
+from loss_cases import (
     ALGORITHMS,
     forward_input,
     make_config,

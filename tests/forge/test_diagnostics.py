@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from loss_cases import make_config, random_input, rows_of, run  # type: ignore[import-not-found]
+from loss_cases import make_config, random_input, rows_of, run
 
 from forge.diagnostics import engine_mismatch, staleness_ratio
 from forge.errors import SchemaError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from loss_cases import (  # type: ignore[import-not-found]
+from loss_cases import (
     ALGORITHMS,
     assert_golden,
     forward_input,

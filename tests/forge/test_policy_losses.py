@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from loss_cases import (  # type: ignore[import-not-found]
+from loss_cases import (
     ALGORITHMS,
     GRADIENTS,
     assert_golden,
