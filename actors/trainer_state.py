@@ -9,6 +9,9 @@ Every rank writes its own shards (torch.distributed.checkpoint), so another numb
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
+import shutil
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -21,8 +24,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
-from forge.errors import ConfigError, DeadlineExceeded
+from forge.errors import ConfigError, DeadlineExceeded, RunFolderError
 from forge.run_folder import folder_error
 
 # Said by torch's writing thread in every run with one rank.
@@ -44,12 +49,17 @@ class TrainerState:
         self._folder = Path()
 
     def stage(self, folder: Path, policy_version: int) -> None:
-        """Copies the state to memory and returns; a thread goes on to write it to `folder`, see `wait`."""
+        """Copies the state to memory and returns; a thread goes on to write it to `folder`, see `wait`.
+
+        Raises RunFolderError when the disk has no room for it.
+        """
         assert self._saving is None, "the last state is still being written; wait for it first"
         self._folder = folder
+        state = self._state(policy_version)
         with _explained(folder, "write"):
+            _check_space(folder, state)
             self._saving = dcp.async_save(  # type: ignore[assignment]
-                self._state(policy_version),
+                state,
                 checkpoint_id=folder,
                 process_group=self._group,
                 no_dist=self.world == 1,
@@ -105,7 +115,17 @@ def _explained(folder: Path, verb: str) -> Iterator[None]:
         cause: BaseException = next(iter(error.failures.values()))[0]
         if isinstance(cause, OSError):
             raise folder_error(folder, cause, verb) from error
+        if verb == "write":  # torch has its own words for what a disk refuses
+            raise RunFolderError(f"cannot write {folder}: {cause}; give --run.dir another folder") from error
         raise ConfigError(
             f"cannot {verb} the trainer's state in {folder}: {cause}; resume with the model and the trainable "
             "parameters of the run that wrote it"
         ) from error
+
+
+def _check_space(folder: Path, state: dict[str, Any]) -> None:
+    """Raises OSError when this rank's part of `state` does not fit; torch would say something else."""
+    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+    needed = sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+    if shutil.disk_usage(folder.parent).free < needed:
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, the trainer's state needs {needed} bytes")

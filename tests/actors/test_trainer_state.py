@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -99,6 +101,15 @@ def test_a_state_that_does_not_fit_or_is_not_there_is_an_error_with_its_folder(n
 def test_a_disk_that_refuses_is_an_error_with_the_folder(nano: str, tmp_path: Path) -> None:
     one = trainer(nano)
     (tmp_path / "file").touch()
-    one.state.stage(tmp_path / "file" / "state", 1)
     with pytest.raises(RunFolderError, match=r"cannot write .*file/state"):
-        one.state.wait(60)
+        one.state.stage(tmp_path / "file" / "state", 1)
+
+
+def test_a_disk_without_room_is_said_before_anything_is_written(
+    nano: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = trainer(nano)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(RunFolderError, match=r"state: No space left on device, the trainer's state needs \d{7} bytes"):
+        one.state.stage(tmp_path / "state", 1)
+    assert not (tmp_path / "state").exists()

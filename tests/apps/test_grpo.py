@@ -235,7 +235,10 @@ def test_a_reward_that_raises_ends_the_run_with_the_users_traceback_once(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("size", "told"), [("64k", "metrics.jsonl|events|episodes"), ("300k", "checkpoint")])
+@pytest.mark.parametrize(
+    ("size", "told"),
+    [("64k", "metrics.jsonl|events|episodes|journal"), ("300k", "checkpoints/"), ("300k", "checkpoint/")],
+)
 def test_a_full_disk_ends_the_run_with_the_path_and_the_remedy(
     launch: Launch, tmp_path: Path, size: str, told: str
 ) -> None:
@@ -245,11 +248,13 @@ def test_a_full_disk_ends_the_run_with_the_path_and_the_remedy(
     if subprocess.run([*prefix, f"mount -t tmpfs -o size={size} tmpfs {disk}"], capture_output=True).returncode:
         pytest.skip("no right to mount a tmpfs in a namespace of our own")
     script = f'mount -t tmpfs -o size={size} tmpfs {disk}; exec "$0" "$@"'
-    steps = "--trainer.steps=300" if size == "64k" else "--trainer.steps=2"
-    run = launch(f"--run.dir={disk / 'run'}", steps, prefix=(*prefix, script))
+    options = ["--trainer.steps=300" if size == "64k" else "--trainer.steps=2"]
+    if told == "checkpoint/":
+        options.append("--run.checkpoint_every=0")
+    run = launch(f"--run.dir={disk / 'run'}", *options, prefix=(*prefix, script))
     assert run.finish(300) == 1, run.output
     assert len(re.findall("RunFolderError: cannot write", run.output)) == 1, run.output
-    assert re.search(rf"cannot write \S*({told})\S*: No space left on device", run.output), run.output
+    assert re.search(rf"cannot write \S*({told.rstrip('/')})\S*: No space left on device", run.output), run.output
     assert "Traceback" not in run.output
 
 
