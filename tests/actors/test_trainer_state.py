@@ -101,8 +101,9 @@ def test_a_state_that_does_not_fit_or_is_not_there_is_an_error_with_its_folder(n
 def test_a_disk_that_refuses_is_an_error_with_the_folder(nano: str, tmp_path: Path) -> None:
     one = trainer(nano)
     (tmp_path / "file").touch()
+    one.state.stage(tmp_path / "file" / "state", 1)
     with pytest.raises(RunFolderError, match=r"cannot write .*file/state"):
-        one.state.stage(tmp_path / "file" / "state", 1)
+        one.state.wait(60)
 
 
 def test_a_disk_without_room_is_said_before_anything_is_written(
