@@ -89,6 +89,15 @@ class Sampling:
     top_k: int = 0
 
 
+@dataclass
+class _Running:
+    """A request that the engine has: its id there, what the completion had before it, the adapter's version."""
+
+    id: str
+    before: Completion
+    adapter: int | None = None
+
+
 class VllmEngine:
     """One AsyncLLM. All methods belong to one event loop."""
 
@@ -98,9 +107,7 @@ class VllmEngine:
         self._engine: Any = None
         self._doors: Doors | None = None
         self._version = 0
-        self._running: dict[str, str] = {}
-        self._whole: dict[str, Completion] = {}
-        self._adapters_of: dict[str, int | None] = {}
+        self._running: dict[str, _Running] = {}
         self._interrupted: set[str] = set()
         self._left = asyncio.Event()
         self._open = asyncio.Event()
@@ -223,8 +230,7 @@ class VllmEngine:
         async with self._places:
             while True:
                 await self._open.wait()
-                self._whole[name] = whole
-                part = await self._run(name, [*prompt, *whole.token_ids], sampling, limit, seed, stop_ids)
+                part = await self._run(name, prompt, whole, sampling, limit, seed, stop_ids)
                 whole.extend(part)
                 limit -= len(part.token_ids)
                 interrupted = name in self._interrupted and part.finish_reason == "abort"
@@ -236,22 +242,28 @@ class VllmEngine:
     def sampled(self) -> dict[str, Completion]:
         """What the running requests have so far, by `request_id`; `finish_reason` "abort", as if they ended here."""
         so_far = {}
-        tokens = running_tokens(self._engine, self._running.values())
+        tokens = running_tokens(self._engine, (running.id for running in self._running.values()))
         for name, running in self._running.items():
-            if running in tokens:
-                ids, logprobs, labels = tokens[running]
-                adapter = self._adapters_of.get(name)
+            if running.id in tokens:
+                ids, logprobs, labels = tokens[running.id]
+                adapter = running.adapter
                 versions = [int(label) for label in labels] if adapter is None else [adapter] * len(ids)
-                whole = Completion([], [], [], "abort")
-                whole.extend(self._whole[name])
+                whole = running.before.after(0)
                 whole.extend(Completion(ids, logprobs, versions, "abort"))
                 so_far[name] = whole
         return so_far
 
     async def _run(
-        self, name: str, prompt: list[int], sampling: Sampling, limit: int, seed: int, stop_ids: Sequence[int]
+        self,
+        name: str,
+        prompt: Sequence[int],
+        before: Completion,
+        sampling: Sampling,
+        limit: int,
+        seed: int,
+        stop_ids: Sequence[int],
     ) -> Completion:
-        """One request to the engine, from now on under the version that serves now."""
+        """What follows `before`: one request to the engine, from now on under the version that serves now."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -270,19 +282,21 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        running = self._running[name] = f"{name}.{next(self._ids)}"
-        # Salted by version: no block of an older version's prefix cache serves a newer one.
-        request = {"prompt_token_ids": prompt, "cache_salt": running if self._unsure else f"v{self._version}"}
+        running = self._running[name] = _Running(f"{name}.{next(self._ids)}", before)
+        request = {
+            "prompt_token_ids": [*prompt, *before.token_ids],
+            # Salted by version: no block of an older version's prefix cache serves a newer one.
+            "cache_salt": running.id if self._unsure else f"v{self._version}",
+        }
         final = None
         try:
             with self.adapters.use() if self.adapters else contextlib.nullcontext() as adapter:
                 lora = self.adapters.request(adapter) if self.adapters else None
-                self._adapters_of[name] = adapter
-                async for output in self._engine.generate(request, parameters, running, lora_request=lora):
+                running.adapter = adapter
+                async for output in self._engine.generate(request, parameters, running.id, lora_request=lora):
                     final = output
         finally:
-            del self._running[name], self._whole[name]
-            self._adapters_of.pop(name, None)
+            del self._running[name]
             self._left.set()
         if self._breaks != breaks:
             raise WeightSyncError(self._broken or "while this request ran the weights were a mix of two versions")
@@ -292,7 +306,7 @@ class VllmEngine:
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ends running requests early; unknown and finished ones are ignored."""
         self._interrupted.difference_update(request_ids)
-        await self._engine.abort([self._running[name] for name in request_ids if name in self._running])
+        await self._engine.abort([self._running[name].id for name in request_ids if name in self._running])
 
     async def connect(self, endpoint: Endpoint, peer: str) -> list[dict[str, Box]]:
         """Tells the workers where versions come from; returns what each of them reads of every parameter.
@@ -401,7 +415,7 @@ class VllmEngine:
                     if mode == "abort":
                         # Again until they are gone: the engine ignores requests that are still on their way to it.
                         self._interrupted.update(self._running)
-                        await self._engine.abort(list(self._running.values()))
+                        await self._engine.abort([running.id for running in self._running.values()])
                     await self._someone_left(_POLL_S if mode == "abort" else None)
                 yield begin if mode == "abort" else time.perf_counter()
             finally:

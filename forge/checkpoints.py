@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from forge.errors import RunFolderError
-from forge.run_folder import folder_error
+from forge.run_folder import folder_error, sync_folder
 
 _META = "checkpoint.json"
 _PARTIAL = ".partial"
@@ -52,8 +52,10 @@ class Checkpoints:
             raise folder_error(path, error) from error
         return path
 
-    def commit(self, version: int, meta: Mapping[str, Any]) -> None:
+    def commit(self, version: int, meta: Mapping[str, Any]) -> Checkpoint:
         """Makes the filled folder count, with `meta` (plain values); removes those beyond `keep`.
+
+        Returns the oldest that stays.
 
         What is in the folder must have been synced. Raises RunFolderError when the disk refuses.
         """
@@ -68,10 +70,12 @@ class Checkpoints:
             shutil.rmtree(path, ignore_errors=True)  # of the same version, by an earlier incarnation
             partial.rename(path)
             sync_folder(self.folder)
-            for old in self.list()[: -self._keep]:
+            there = self.list()
+            for old in there[: -self._keep]:
                 shutil.rmtree(old.path)
         except OSError as error:
             raise folder_error(path, error) from error
+        return there[-self._keep :][0]
 
     def list(self) -> list[Checkpoint]:
         """The complete ones, oldest first. Raises RunFolderError for one that cannot be read."""
@@ -97,15 +101,6 @@ class Checkpoints:
 
     def _path(self, version: int) -> Path:
         return self.folder / f"{version:06d}"
-
-
-def sync_folder(path: Path) -> None:
-    """The names in `path` are on the disk from here on."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 class SavesState(Protocol):
@@ -185,7 +180,6 @@ class Saver:
 
     async def _write(self, version: int) -> None:
         number, _ = await asyncio.gather(self._replay.marked(), self._trainer.wait_state())
-        await asyncio.to_thread(self._checkpoints.commit, version, {"segment": number})
+        oldest = await asyncio.to_thread(self._checkpoints.commit, version, {"segment": number})
         if number >= 0 and not self._record:
-            oldest = (await asyncio.to_thread(self._checkpoints.list))[0]
             await self._replay.prune(int(oldest.meta["segment"]))

@@ -58,6 +58,10 @@ class Correction:
     high: float
     low: float | None = None
 
+    def limits(self, low: float | None, high: float | None) -> tuple[float, float]:
+        """Those of the configuration; the usual ones where it has none."""
+        return (self.low or 0.0) if low is None else low, self.high if high is None else high
+
 
 CORRECTIONS: dict[str, Correction] = {
     "tis": Correction(tis, high=2.0),
@@ -92,8 +96,7 @@ def proximal(x: LossInput, who: str) -> Tensor:
 def correction_weights(x: LossInput, cfg: LossConfig) -> Tensor:
     """The weight of each token, `[B, T]`, without gradient; `cfg.correction` is not none."""
     correction = CORRECTIONS[cfg.correction]
-    low = cfg.weight_low if cfg.weight_low is not None else correction.low or 0.0
-    high = cfg.weight_high if cfg.weight_high is not None else correction.high
+    low, high = correction.limits(cfg.weight_low, cfg.weight_high)
     gap = anchor_logprobs(x, cfg) - x.behavior_logprobs
     return correction.weights(gap, x.loss_mask, low, high).expand_as(x.loss_mask)
 

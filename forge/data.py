@@ -183,12 +183,12 @@ class PromptStream:
 
     def __init__(self, rows: Rows | Iterable[Row], encode: Encoder, seed: int = 0, *, shuffle: bool = True) -> None:
         prompts: _Prompts | Passes
-        self._order: _Order | None = None
+        order: _Order | None = None
         if isinstance(rows, Rows):
             if not len(rows):
                 raise ConfigError("the data set has 0 rows; a stream of prompts needs at least one")
             self._setting = {"rows": len(rows), "seed": seed, "shuffle": shuffle}
-            prompts, self._order = _Prompts(rows, encode), _Order(len(rows), seed, shuffle)
+            prompts, order = _Prompts(rows, encode), _Order(len(rows), seed, shuffle)
         else:
             self._setting = {"rows": -1, "seed": seed, "shuffle": False}
             prompts = Passes(rows, lambda epoch, number, row: _prompt(epoch, number, row, encode))
@@ -198,7 +198,7 @@ class PromptStream:
             self._loader: StatefulDataLoader[Prompt] = StatefulDataLoader(
                 prompts,
                 batch_size=None,
-                sampler=self._order,
+                sampler=order,
                 collate_fn=lambda prompt: prompt,
                 # The loader draws a seed when it starts; not from the global generator of the run.
                 generator=torch.Generator().manual_seed(seed),
@@ -280,15 +280,10 @@ class _Order(Sampler[tuple[int, int]]):
         return self
 
     def __next__(self) -> tuple[int, int]:
-        upcoming = self.upcoming()
-        self._position += 1
-        return upcoming
-
-    def upcoming(self) -> tuple[int, int]:
-        """What comes next; begins a new epoch where the last one is over."""
         if self._position == self._num_rows:
             self._start(self._epoch + 1, 0)
-        return self._epoch, self._rows[self._position]
+        self._position += 1
+        return self._epoch, self._rows[self._position - 1]
 
     def _start(self, epoch: int, position: int) -> None:
         self._epoch, self._position = epoch, position

@@ -88,8 +88,7 @@ class LossConfig:
             raise ConfigError(f"loss.weight_low is {low}, correction {self.correction} has none; leave it out")
         if high is not None and known is None and self.name != "decoupled_ppo":
             raise ConfigError(f"loss.weight_high is {high}, correction none has none; leave it out or set a correction")
-        low = low if low is not None else (known.low if known else None) or 0.0
-        high = high if high is not None else (known.high if known else None)
+        low, high = known.limits(low, high) if known else (0.0, high)
         _require(low, low >= 0.0, "loss.weight_low", ">= 0")
         if high is not None:
             _require(high, high > 0.0 and high >= low, "loss.weight_high", f"> 0 and >= weight_low {low}; raise it")

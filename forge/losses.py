@@ -24,7 +24,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from forge.corrections import correction_weights
+from forge.corrections import correction_weights, sequence_mean
 from forge.diagnostics import (
     RATIO_SQUARE,
     effective_sample_size,
@@ -86,7 +86,7 @@ def aggregate(values: Tensor, loss_mask: Tensor, cfg: LossConfig) -> Tensor:
     """The numerator that belongs to `denominator`: `[B, T]` -> scalar."""
     values = torch.where(loss_mask, values, 0.0)
     if cfg.aggregation == "seq_mean_token_mean":
-        return (values.sum(dim=1) / loss_mask.sum(dim=1).clamp(min=1)).sum()
+        return sequence_mean(values, loss_mask).sum()
     if cfg.aggregation == "seq_mean_token_sum_norm":
         if cfg.norm_length is None:
             raise ConfigError("loss.norm_length is null; seq_mean_token_sum_norm needs a token count")

@@ -101,10 +101,12 @@ class RunLog:
         self._console = console or Console()
         self.resumed: Checkpoint | None = None
         """What a resumed run goes on from; None: from the start."""
+        self.start = 0
+        """The step, and policy version, that the run goes on from."""
         last_step = None
         if cfg.resume is not None:
             self.resumed = Checkpoints(Path(cfg.resume).absolute() / CHECKPOINTS).latest()
-            last_step = self.resumed.version if self.resumed else 0
+            self.start = last_step = self.resumed.version if self.resumed else 0
         dir = cfg.resume or cfg.dir
         self.folder = RunFolder(dir, name, config_yaml, tensorboard=cfg.tensorboard, last_step=last_step)
         self.checkpoints = Checkpoints(self.folder.absolute / CHECKPOINTS, cfg.keep_checkpoints)

@@ -68,6 +68,15 @@ def _free(path: str | Path) -> str:
     return "the free space is unknown"
 
 
+def sync_folder(path: Path) -> None:
+    """The names in `path` are on the disk from here on. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def check_dir(path: str | Path) -> None:
     """Raises ConfigError unless `path` is free to become a run folder: absent, or an empty folder.
 

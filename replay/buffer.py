@@ -97,8 +97,7 @@ class ReplayBuffer:
         ticket = replace(ticket, prompt=prompt)
         self._slots[ticket.seq] = Slot(ticket, self._clock(), ticket.version)
         self._versions[ticket.version] += 1
-        self.counts.groups_reserved += 1
-        self._tell(Reserve(ticket.seq, ticket.version, prompt, {"groups_reserved": 1}))
+        self._tell(Reserve(ticket.seq, ticket.version, prompt, self._count(groups_reserved=1)))
         return ticket
 
     def add(self, ticket: Ticket, record: Record) -> None:
@@ -122,13 +121,11 @@ class ReplayBuffer:
         self.memory.hold(record.nbytes)
         self._forget_version(slot.version)
         slot.record, slot.added = record, self._clock()
-        slot.version = min((v for v in record.oldest if v >= 0), default=ticket.version)
+        slot.version = record.oldest_version(ticket.version)
         self._versions[slot.version] += 1
         self._num_queued += 1
-        self.counts.groups_added += 1
-        self.counts.groups_degenerate += record.degenerate
         self._degenerate_in_a_row = self._degenerate_in_a_row + 1 if record.degenerate else 0
-        counts = {"groups_added": 1, "groups_degenerate": int(record.degenerate)}
+        counts = self._count(groups_added=1, groups_degenerate=int(record.degenerate))
         self._tell(Add(ticket.seq, record.group, counts, {"degenerate_in_a_row": self._degenerate_in_a_row}))
         if record.degenerate and self._drop_degenerate:
             self._drop(slot, "degenerate")
@@ -142,8 +139,7 @@ class ReplayBuffer:
         slot = self._slots.get(ticket.seq)
         if slot is not None and slot.record is None:
             self._give_back(slot)
-            self.counts.groups_failed += 1
-            self._tell(Gone(ticket.seq, "failed", {"groups_failed": 1}))
+            self._tell(Gone(ticket.seq, "failed", self._count(groups_failed=1)))
 
     def release(self, version: int) -> None:
         """Every serving replica holds `version`: frees the slots of the batches up to it."""
@@ -190,8 +186,7 @@ class ReplayBuffer:
             seq = slot.ticket.seq
             self._give_back(slot)
             self._straggled.add(seq)
-            self.counts.groups_straggled += 1
-            self._tell(Gone(seq, "straggled", {"groups_straggled": 1}))
+            self._tell(Gone(seq, "straggled", self._count(groups_straggled=1)))
         return len(late)
 
     def state_dict(self) -> dict[str, Any]:
@@ -314,9 +309,11 @@ class ReplayBuffer:
             slot.uses += 1
             if slot.uses >= self._max_uses:
                 self._remove(slot)
-        self.counts.groups_trained += len(records)
-        self.counts.episodes_trained += sum(len(record.rewards) for record in records)
-        self.counts.tokens_trained += sum(record.num_tokens for record in records)
+        self._count(
+            groups_trained=len(records),
+            episodes_trained=sum(len(record.rewards) for record in records),
+            tokens_trained=sum(record.num_tokens for record in records),
+        )
         self.outcomes.extend((n, False) for slot in fresh if slot.record is not None for n in slot.record.lengths)
         return Choice(list(seqs), records, [now - slot.added for slot in slots])
 
@@ -338,21 +335,24 @@ class ReplayBuffer:
 
     def _expire(self, slot: Slot) -> None:
         self._drop(slot, "expired", groups_expired=1)
-        self.counts.groups_expired += 1
 
     def _drop(self, slot: Slot, reason: str, **counts: int) -> None:
         record = slot.record
         assert record is not None
-        self._count_dropped(record)
+        wasted = self._count_dropped(record)
         self._num_queued -= 1
         self._give_back(slot)
-        wasted = {"episodes_dropped": len(record.rewards), "tokens_wasted": record.num_tokens}
-        self._tell(Gone(slot.ticket.seq, reason, {**wasted, **counts}))
+        self._tell(Gone(slot.ticket.seq, reason, {**wasted, **self._count(**counts)}))
 
-    def _count_dropped(self, record: Record) -> None:
-        self.counts.episodes_dropped += len(record.rewards)
-        self.counts.tokens_wasted += record.num_tokens
+    def _count_dropped(self, record: Record) -> dict[str, int]:
         self.outcomes.extend((length, True) for length in record.lengths)
+        return self._count(episodes_dropped=len(record.rewards), tokens_wasted=record.num_tokens)
+
+    def _count(self, **amounts: int) -> dict[str, int]:
+        """Adds to the counters what the returned amounts say: the journal is told the same numbers."""
+        for name, amount in amounts.items():
+            setattr(self.counts, name, getattr(self.counts, name) + amount)
+        return amounts
 
     def _give_back(self, slot: Slot) -> None:
         self._remove(slot)

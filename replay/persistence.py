@@ -160,7 +160,7 @@ class Persistence:
                     place: [_tokens(entry.seq, place, p)] for place, p in entry.partials.items()
                 }
             else:
-                oldest = min((v for v in record.oldest if v >= 0), default=entry.version)
+                oldest = record.oldest_version(entry.version)
             ticket = {"seq": entry.seq, "version": entry.version, "prompt": entry.prompt}
             times = {"reserved_s_ago": 0.0, "added_s_ago": 0.0}
             slots.append({"ticket": ticket, "record": record, "version": oldest, "uses": entry.uses, **times})

@@ -204,7 +204,7 @@ class RecordedReplay:
 
 
 def _stats(records: list[Record], version: int) -> dict[str, float]:
-    oldest = min((v for record in records for v in record.oldest if v >= 0), default=version)
+    oldest = min(record.oldest_version(version) for record in records)
     trained = Counts(
         groups_trained=len(records),
         episodes_trained=sum(len(record.rewards) for record in records),

@@ -40,6 +40,10 @@ class Record:
     nbytes: int
     """Memory that the group takes."""
 
+    def oldest_version(self, default: int) -> int:
+        """The oldest version that sampled a token of the group; `default` where it trains none."""
+        return min((version for version in self.oldest if version >= 0), default=default)
+
     def is_stale(self, policy_version: int, max_staleness: int) -> bool:
         """Whether an episode holds a token older than the bound allows at `policy_version`."""
         return any(0 <= version < policy_version - max_staleness for version in self.oldest)

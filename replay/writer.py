@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.errors import RunFolderError
-from forge.run_folder import folder_error
+from forge.run_folder import folder_error, sync_folder
 from replay.events import Add, Event, ReplayState, Start, Tokens
 from replay.frames import MARK, encode
 from replay.segments import KINDS, log_path, numbers, snapshot_path, state_records
@@ -238,8 +238,8 @@ class Writer:
         if self._unsynced_since is not None or self._folder_changed:
             self._log.sync()
             if self._folder_changed:
-                _sync_folder(self.folder)
-                _sync_folder(self.folder.parent)
+                sync_folder(self.folder)
+                sync_folder(self.folder.parent)
                 self._folder_changed = False
             self._append([encode(MARK, None)])
             self._unsynced_since = None
@@ -282,7 +282,7 @@ class Writer:
             self._sync()
             job.file.close()
             job.file.path.rename(path)
-            _sync_folder(self.folder)
+            sync_folder(self.folder)
             self._snapshots.popleft()
             _resolve(job.future, job.number)
 
@@ -310,11 +310,3 @@ class Writer:
 def _resolve(future: Future[Any], result: object) -> None:
     if future.set_running_or_notify_cancel():
         future.set_result(result)
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -12,14 +12,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from apps.custom_mesh.judge import Judge, JudgeReward
-from apps.grpo import algorithms
+from apps.grpo.command_line import start
 from apps.grpo.config import AppConfig, plan_run
 from apps.grpo.main import Run, train
 from apps.grpo.spawn import spawn_actors
-from forge import config, launch
+from forge import config
 from forge.launch import Hosts, Stopping
 from forge.mesh import Cluster
 from forge.report import RunLog
+
+TINY = Path(__file__).parents[1] / "grpo" / "tiny.yaml"
 
 
 async def main(cfg: AppConfig, hosts: Hosts, stopping: Stopping) -> None:
@@ -35,14 +37,4 @@ async def main(cfg: AppConfig, hosts: Hosts, stopping: Stopping) -> None:
 
 
 if __name__ == "__main__":
-    slots, num_hosts = launch.leave_spare_ranks()
-    cfg = config.parse(
-        AppConfig,
-        default_config=Path(__file__).parents[1] / "grpo" / "tiny.yaml",
-        prog="apps/custom_mesh/main.py",
-        description=__doc__ or "",
-        validate=lambda c: plan_run(c, slots, num_hosts),
-        resume_key="run.resume",
-        expand=algorithms.expand,
-    )
-    launch.run(lambda hosts, stopping: main(cfg, hosts, stopping), launch.bring_up())
+    start(main, prog="apps/custom_mesh/main.py", description=__doc__ or "", preset=TINY)

@@ -17,10 +17,10 @@ import asyncio
 from dataclasses import dataclass, field
 
 from actors.rollout import rollout_group
-from apps.grpo import algorithms
-from apps.grpo.config import DEFAULT_PRESET, AppConfig, plan_run
+from apps.grpo.command_line import start
+from apps.grpo.config import AppConfig, plan_run
 from apps.grpo.spawn import Actors, spawn_actors, tokens_event
-from forge import config, launch
+from forge import config
 from forge.checkpoints import Saver
 from forge.launch import Hosts, Stopping
 from forge.mesh import Cluster
@@ -46,12 +46,8 @@ class Run:
         cfg, actors = self.cfg, self.actors
         self.meter = Meter(elapsed_s=self.log.elapsed_s)
         every, record = cfg.run.checkpoint_every, cfg.replay.record
-        self.saver = Saver(self.log.checkpoints, actors.trainer, actors.replay, every, start=self.start, record=record)
-
-    @property
-    def start(self) -> int:
-        """The policy version that the run goes on from."""
-        return self.log.resumed.version if self.log.resumed else 0
+        start = self.log.start
+        self.saver = Saver(self.log.checkpoints, actors.trainer, actors.replay, every, start=start, record=record)
 
     async def why_waiting(self) -> str:
         """What the train loop waits for, when it waits long."""
@@ -87,7 +83,7 @@ async def rollout_loop(run: Run) -> None:
 
 async def train_loop(run: Run) -> None:
     """Waits for a batch, never for a generator or a transfer."""
-    actors, meter, version = run.actors, run.meter, run.start
+    actors, meter, version = run.actors, run.meter, run.log.start
     while version < run.cfg.trainer.steps:
         with meter.timed("time/wait_batch_s"):
             batch = await run.log.patiently(actors.replay.sample(version, actors.trainer.world), run.why_waiting)
@@ -162,14 +158,4 @@ async def _close_on(stopping: Stopping, run: Run) -> None:
 
 
 if __name__ == "__main__":
-    slots, num_hosts = launch.leave_spare_ranks()
-    cfg = config.parse(
-        AppConfig,
-        default_config=DEFAULT_PRESET,
-        prog="apps/grpo/main.py",
-        description=__doc__ or "",
-        validate=lambda c: plan_run(c, slots, num_hosts),
-        resume_key="run.resume",
-        expand=algorithms.expand,
-    )
-    launch.run(lambda hosts, stopping: main(cfg, hosts, stopping), launch.bring_up())
+    start(main, prog="apps/grpo/main.py", description=__doc__ or "")

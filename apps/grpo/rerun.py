@@ -10,19 +10,16 @@ Exit code 1 when a loss or a gradient norm differs, which under an unchanged con
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from actors.model import pick_dtype
-from actors.trainer import ModelSpec
-from actors.trainer_mesh import TrainerActor, TrainerMesh
-from apps.grpo import algorithms
-from apps.grpo.config import DEFAULT_PRESET, AppConfig, plan_run
+from apps.grpo.command_line import start
+from apps.grpo.config import AppConfig, plan_run
 from apps.grpo.models import resolve_model
-from forge import channel, config, launch
+from apps.grpo.spawn import model_spec, start_trainer
+from forge import channel
 from forge.checkpoints import Checkpoints
 from forge.errors import ConfigError, ForgeError
 from forge.launch import Hosts, Stopping
@@ -33,6 +30,7 @@ from replay.recording import RecordedReplay, Recording
 from replay.shards import hand_over
 
 COMPARED = ("loss/policy", "loss/kl", "grad_norm", "ratio/mean")
+SHOWN = ("loss/policy", "grad_norm")
 
 
 class Differs(ForgeError):
@@ -44,11 +42,13 @@ async def main(cfg: AppConfig, hosts: Hosts, stopping: Stopping) -> None:
     folder = recorded_folder(cfg)
     recording = Recording(folder / "journal")
     recorded = {row["step"]: row for row in read_rows(folder / "metrics.jsonl")}
-    shards = partial(hand_over, row_tokens=cfg.trainer.microbatch_tokens, channel=channel)
-    replay = RecordedReplay(recording, lambda groups, ranks: shards(groups, ranks))
+    row_tokens = cfg.trainer.microbatch_tokens
+    replay = RecordedReplay(recording, lambda groups, ranks: hand_over(groups, ranks, row_tokens, channel))
     compared: list[tuple[Row, Row]] = []
     async with Cluster(hosts, plan_run(cfg, hosts.slots_per_host, hosts.num_hosts), debug=cfg.mesh.debug) as cluster:
-        trainer, version = await start_trainer(cfg, cluster, recording, folder)
+        version, state = first_state(recording, folder)
+        spec = model_spec(cfg, str(resolve_model(cfg.model)), cluster.device)
+        trainer = await start_trainer(cfg, cluster, spec, state)
         while version < cfg.trainer.steps and not stopping.is_set():
             batch = await replay.sample(version, trainer.world)
             if batch is None:
@@ -60,35 +60,27 @@ async def main(cfg: AppConfig, hosts: Hosts, stopping: Stopping) -> None:
     show(compared)
 
 
-async def start_trainer(
-    cfg: AppConfig, cluster: Cluster, recording: Recording, folder: Path
-) -> tuple[TrainerMesh, int]:
-    """The trainer as it was before the first recorded batch: new, or from a checkpoint. With its policy version."""
-    model, world = resolve_model(cfg.model), cluster.procs("trainer")
-    dtype = str(pick_dtype(cfg.dtype, cluster.device)).removeprefix("torch.")
-    sampling = cfg.generator.sampling
-    spec = ModelSpec(str(model), dtype, cluster.device, sampling.temperature, sampling.top_p, sampling.top_k)
-    mesh = await cluster.spawn("trainer", TrainerActor, cfg.trainer, cfg.loss, spec, world=world, seed=cfg.seed)
-    trainer = TrainerMesh(mesh, cfg.trainer, world, dtype)
-    await trainer.setup()
-    if 0 in recording.versions:
-        return trainer, 0
-    found = next((c for c in Checkpoints(folder / CHECKPOINTS).list() if c.version in recording.versions), None)
+def first_state(recording: Recording, folder: Path) -> tuple[int, Path | None]:
+    """The version of the first batch to train, and the trainer's state then: None where it is new."""
+    versions = recording.versions
+    if 0 in versions:
+        return 0, None
+    found = next((c for c in Checkpoints(folder / CHECKPOINTS).list() if c.version in versions), None)
     if found is None:
         raise ConfigError(
-            f"{folder} has batches from version {recording.versions[0]} on and no checkpoint to begin with; "
+            f"{folder} has batches from version {versions[0]} on and no checkpoint to begin with; "
             "record with --replay.record"
         )
-    return trainer, await trainer.load_state(str(found.path / "trainer"))
+    return found.version, found.path / "trainer"
 
 
 def show(compared: list[tuple[Row, Row]]) -> None:
     """A line a step. Raises Differs when a number is not the recorded one, bit for bit."""
-    table = Table("step", *(f"{name}, recorded and again" for name in COMPARED[:3:2]), "equal")
+    table = Table("step", *(f"{name}, recorded and again" for name in SHOWN), "equal")
     differing = []
     for was, now in compared:
         equal = all(was[name] == now[name] for name in COMPARED)
-        texts = (f"{was[name]:.9g}  {now[name]:.9g}" for name in COMPARED[:3:2])
+        texts = (f"{was[name]:.9g}  {now[name]:.9g}" for name in SHOWN)
         table.add_row(str(was["step"]), *texts, "yes" if equal else "NO")
         if not equal:
             differing.append(was["step"])
@@ -114,14 +106,4 @@ def check(cfg: AppConfig, slots: int | None, num_hosts: int) -> None:
 
 
 if __name__ == "__main__":
-    slots, num_hosts = launch.leave_spare_ranks()
-    cfg = config.parse(
-        AppConfig,
-        default_config=DEFAULT_PRESET,
-        prog="apps/grpo/rerun.py",
-        description=__doc__ or "",
-        validate=lambda c: check(c, slots, num_hosts),
-        resume_key="run.resume",
-        expand=algorithms.expand,
-    )
-    launch.run(lambda hosts, stopping: main(cfg, hosts, stopping), launch.bring_up())
+    start(main, prog="apps/grpo/rerun.py", description=__doc__ or "", check=check)

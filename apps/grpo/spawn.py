@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,18 +73,18 @@ async def spawn_actors(cfg: AppConfig, cluster: Cluster, log: RunLog, reward: Re
     note(f"preparing model {cfg.model}")
     model = await asyncio.to_thread(resolve_model, cfg.model)
     tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, model)
-    first = open_prompts(cfg.data, model, cfg.seed).peek()
-    dtype = str(pick_dtype(cfg.dtype, cluster.device)).removeprefix("torch.")
-    sampling = cfg.generator.sampling
-    spec = ModelSpec(model, dtype, cluster.device, sampling.temperature, sampling.top_p, sampling.top_k)
+    first = make_prompts(cfg.data, tokenizer, cfg.seed).peek()
+    spec = model_spec(cfg, model, cluster.device)
 
     same_host = cluster.same_host("trainer", "generator")
     transport = transports.choose(cfg.weightsync.transport, same_host=same_host, device=_staging(cfg, spec), note=note)
     if cfg.weightsync.delta and (spec.dtype == "float32" or transport in transports.MAPPED):
         note(f"weightsync.delta saves nothing here: {spec.dtype} weights by {transport}; all of them travel")
-    note(f"starting the actors ({dtype} on {cluster.device}); an engine takes 15 to 40 s")
+    note(f"starting the actors ({spec.dtype} on {cluster.device}); an engine takes 15 to 40 s")
     async with asyncio.TaskGroup() as tasks:
-        trainer = tasks.create_task(_start_trainer(cfg, cluster, spec, transport, log))
+        state = log.resumed.path / "trainer" if log.resumed else None
+        weights = str(log.folder.absolute / "weights")
+        trainer = tasks.create_task(start_trainer(cfg, cluster, spec, state, transport=transport, folder=weights))
         stop = stop_ids(tokenizer, model)
         replicas = [
             tasks.create_task(_start_generator(cfg, cluster, spec, index, stop, first.token_ids))
@@ -111,19 +112,34 @@ async def spawn_actors(cfg: AppConfig, cluster: Cluster, log: RunLog, reward: Re
     )
 
 
+def model_spec(cfg: AppConfig, model: str, device: str) -> ModelSpec:
+    """What the trainer loads from the folder `model`, with the sampling of the generators."""
+    dtype, sampling = str(pick_dtype(cfg.dtype, device)).removeprefix("torch."), cfg.generator.sampling
+    return ModelSpec(model, dtype, device, sampling.temperature, sampling.top_p, sampling.top_k)
+
+
 def _staging(cfg: AppConfig, spec: ModelSpec) -> str:
     """The kind of device that the trainer's snapshots lie on."""
     return spec.device if cfg.weightsync.staging == "device" else "cpu"
 
 
-async def _start_trainer(cfg: AppConfig, cluster: Cluster, spec: ModelSpec, transport: str, log: RunLog) -> TrainerMesh:
+async def start_trainer(
+    cfg: AppConfig,
+    cluster: Cluster,
+    spec: ModelSpec,
+    state: Path | None = None,
+    *,
+    transport: str = "memory",
+    folder: str = "",
+) -> TrainerMesh:
+    """The trainer on its mesh, in the saved `state` where there is one; `folder` is where the file transport writes."""
     world = cluster.procs("trainer")
     mesh = await cluster.spawn("trainer", TrainerActor, cfg.trainer, cfg.loss, spec, world=world, seed=cfg.seed)
-    weights = cfg.weightsync.folder or str(log.folder.absolute / "weights")
-    trainer = TrainerMesh(mesh, cfg.trainer, world, spec.dtype, cfg.weightsync, transport=transport, folder=weights)
+    folder = cfg.weightsync.folder or folder
+    trainer = TrainerMesh(mesh, cfg.trainer, world, spec.dtype, cfg.weightsync, transport=transport, folder=folder)
     await trainer.setup()
-    if log.resumed is not None:
-        await trainer.load_state(str(log.resumed.path / "trainer"))
+    if state is not None:
+        await trainer.load_state(str(state))
     return trainer
 
 
@@ -157,18 +173,17 @@ async def _start_reward(cfg: AppConfig, cluster: Cluster, own: Rewards | None) -
 
 
 async def _start_replay(cfg: AppConfig, cluster: Cluster, model: str, log: RunLog) -> ReplayClient:
-    version = log.resumed.version if log.resumed else 0
     journal = None
     if cfg.replay.journal:
         run = f"{cfg.data.task}, group_size {cfg.grpo.group_size}, seed {cfg.seed}"
-        journal = JournalPlace(str(log.folder.absolute / "journal"), run, version if cfg.run.resume else None)
+        journal = JournalPlace(str(log.folder.absolute / "journal"), run, log.start if cfg.run.resume else None)
     mesh = await cluster.spawn(
         "replay",
         ReplayActor,
         cfg.replay,
         cfg.grpo.groups_per_step,
         cfg.grpo.degenerate,
-        start_version=version,
+        start_version=log.start,
         row_tokens=cfg.trainer.microbatch_tokens,
         seed=cfg.seed,
         prompts=partial(open_prompts, cfg.data, model, cfg.seed),
@@ -180,10 +195,14 @@ async def _start_replay(cfg: AppConfig, cluster: Cluster, model: str, log: RunLo
     return replay
 
 
+def make_prompts(data: DataConfig, tokenizer: Any, seed: int) -> PromptStream:
+    """The task's prompts, as `tokenizer` encodes them."""
+    return PromptStream(load_task(data), make_encoder(tokenizer, data.template_args), seed, shuffle=data.shuffle)
+
+
 def open_prompts(data: DataConfig, model: str, seed: int) -> PromptStream:
-    """The task's prompts, as the tokenizer of `model` encodes them."""
-    encode = make_encoder(AutoTokenizer.from_pretrained(model), data.template_args)
-    return PromptStream(load_task(data), encode, seed, shuffle=data.shuffle)
+    """The same for a process that has no tokenizer of `model` yet."""
+    return make_prompts(data, AutoTokenizer.from_pretrained(model), seed)
 
 
 async def _start_reference(cfg: AppConfig, cluster: Cluster, spec: ModelSpec) -> ReferenceClient:

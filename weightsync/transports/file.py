@@ -41,6 +41,7 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from forge.errors import ConfigError, DeadlineExceeded, ForgeError, WeightSyncError
+from forge.run_folder import sync_folder
 from weightsync.checksums import digest
 from weightsync.layout import Box, Entry, box_shape, full_box, intersect, sub_view, view
 from weightsync.offer import DELTA, FULL, Offer
@@ -246,11 +247,11 @@ class FileSender(Sender):
         for path in work.iterdir():
             if path.name not in kept:
                 path.unlink()
-        _sync(work)
+        sync_folder(work)
         if final.exists():  # an earlier run's, which cannot be told by its name
             _remove(final)
         work.rename(final)
-        _sync(final.parent)
+        sync_folder(final.parent)
 
     def _give_up(self, work: Path, offer: Offer, why: str) -> None:
         """Leaves nothing half-written; tells rank 0, which waits for this rank."""
@@ -514,14 +515,6 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     return value
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _remove(path: Path) -> None:
