@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from forge.batch import is_packed
+from forge.batch import OPTIONAL_TOKEN_KEYS, is_packed
 from forge.errors import ConfigError
 from forge.packing import first_fit, flatten, pack, padded_cuts, row_episodes
 
@@ -22,7 +22,7 @@ from forge.packing import first_fit, flatten, pack, padded_cuts, row_episodes
 @dataclass(frozen=True)
 class MicroBatch:
     """One forward pass: `tokens`, `position_ids`, `mask` are `[R, L]` as the model sees them; the loss sees the
-    episodes `[b, t]` (`loss_mask`, `behavior_logprobs`, `ref_logprobs`, `advantages` `[b]`) whatever the packing.
+    episodes `[b, t]`, 0 outside `loss_mask`, whatever the packing; `advantages` are `[b]` or `[b, t]`.
 
     The trained tokens come in the same order in both views; `rows` are the episodes' places in the batch.
     """
@@ -33,8 +33,12 @@ class MicroBatch:
     mask: torch.Tensor
     loss_mask: torch.Tensor
     behavior_logprobs: torch.Tensor
-    ref_logprobs: torch.Tensor | None
+    token_versions: torch.Tensor
     advantages: torch.Tensor
+    ref_logprobs: torch.Tensor | None = None
+    token_rewards: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    proximal_logprobs: torch.Tensor | None = None
 
     def unpack(self, values: torch.Tensor) -> torch.Tensor:
         """`[N]` values of the trained tokens as `[b, t]`, 0 elsewhere; differentiable."""
@@ -48,13 +52,17 @@ class MicroBatch:
         return replace(self, **{k: v.to(device, non_blocking=True) for k, v in tensors.items()})
 
 
-def micro_batches(batch: TensorDict, max_tokens: int, *, packing: bool) -> list[MicroBatch]:
-    """All episodes of `batch`, of either form, in passes of at most `max_tokens` tokens, padding included.
+def micro_batches(
+    batch: TensorDict, max_tokens: int, *, packing: bool, episodes: Sequence[int] | None = None
+) -> list[MicroBatch]:
+    """The `episodes` of `batch`, all by default, in passes of at most `max_tokens` tokens, padding included.
 
     With `packing` the rows of a packed batch are the passes, unless one is longer than `max_tokens`: then, and
-    where there are none, episodes are packed anew. Raises ConfigError when one episode alone is longer.
+    where only some episodes are wanted, they are packed anew. Raises ConfigError when one episode alone is longer.
     """
     flat = batch if is_packed(batch) else flatten(batch)
+    if episodes is not None and len(episodes) < flat["lengths"].shape[0]:
+        return _of_some(flat, max_tokens, packing, episodes)
     lengths = flat["lengths"].tolist()
     longest = max(lengths)
     if longest > max_tokens:
@@ -69,6 +77,13 @@ def micro_batches(batch: TensorDict, max_tokens: int, *, packing: bool) -> list[
         flat = pack([flat], rows)
     firsts = accumulate(map(len, rows), initial=0)
     return [_packed(flat, first, row) for first, row in zip(firsts, rows, strict=False)]
+
+
+def _of_some(flat: TensorDict, max_tokens: int, packing: bool, episodes: Sequence[int]) -> list[MicroBatch]:
+    if not episodes:
+        return []
+    cuts = micro_batches(pack([flat], [episodes]), max_tokens, packing=packing)
+    return [replace(cut, rows=tuple(episodes[row] for row in cut.rows)) for cut in cuts]
 
 
 def empty_micro_batch(batch: TensorDict) -> MicroBatch:
@@ -109,13 +124,7 @@ def _places(flat: TensorDict, episodes: Sequence[int]) -> tuple[torch.Tensor, to
 def _loss_view(flat: TensorDict, episodes: Sequence[int], index: torch.Tensor, inside: torch.Tensor) -> dict[str, Any]:
     mask = flat["loss_mask"][index] & inside
 
-    def trained(key: str) -> torch.Tensor:
-        # Whatever stands outside the mask, NaN included, must not reach arithmetic.
-        return torch.where(mask, flat[key][index], 0.0)
-
-    return {
-        "loss_mask": mask,
-        "behavior_logprobs": trained("behavior_logprobs"),
-        "ref_logprobs": trained("ref_logprobs") if "ref_logprobs" in flat else None,
-        "advantages": flat["advantages"][torch.tensor(list(episodes))],
-    }
+    keys = ("behavior_logprobs", "token_versions", *(key for key in OPTIONAL_TOKEN_KEYS if key in flat))
+    # Whatever stands outside the mask, NaN included, must not reach arithmetic.
+    trained = {key: torch.where(mask, flat[key][index], 0) for key in keys}
+    return {"loss_mask": mask, "advantages": flat["advantages"][torch.tensor(list(episodes))], **trained}

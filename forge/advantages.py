@@ -2,8 +2,8 @@
 
 Each kind is a function from rewards `[P, G]` (P prompts, G episodes of each) to advantages `[P, G]`,
 so one of your own is one function: add it to ADVANTAGES, or name it as `module:function` in the
-configuration. A group whose rewards are all equal teaches nothing and gets 0 from every kind. Rewards of turns and
-tokens, REINFORCE++ and GAE are in `forge/token_advantages.py`.
+configuration. A group whose rewards are all equal teaches nothing and gets 0 from every kind but `none`. Rewards of
+turns and tokens, REINFORCE++ and GAE are in `forge/token_advantages.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,12 @@ def rloo(rewards: Tensor) -> Tensor:
     return dr_grpo(rewards) * (size / (size - 1))
 
 
-ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+def none(rewards: Tensor) -> Tensor:
+    """The rewards themselves, for REINFORCE++ and PPO, whose baseline is not the group. `[P, G]` -> `[P, G]`."""
+    return rewards
+
+
+ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "none": none}
 
 
 def is_degenerate(rewards: Tensor) -> Tensor:
@@ -64,6 +69,8 @@ def advantages(rewards: Tensor, kind: str, group_size: int) -> Tensor:
         index = int((~rewards.isfinite()).nonzero()[0, 0])
         raise SchemaError(f"rewards[{index}] is {rewards[index].item()}; a reward must be a finite number")
     groups = rewards.to(torch.float64).view(-1, group_size)
+    if function is none:
+        return rewards.clone()
     if group_size == 1:  # std and the mean of the others do not exist
         return torch.zeros_like(rewards)
     zero = is_degenerate(groups)[:, None]

@@ -13,6 +13,8 @@ episode (prompt + completion), right-padded; E episodes laid end to end without 
     advantages         [.]      [E]      float32  group advantage of the episode
     group_id           [.]      [E]      int64    the reservation that made the group; equal inside a group
     ref_logprobs       [., T]   [N]      float32  optional: log-prob under the frozen reference; 0 elsewhere
+    token_rewards      [., T]   [N]      float32  optional: what a token or a turn earned of `rewards`; 0 elsewhere
+    values             [., T]   [N]      float32  optional: a critic's value of the state before the token; 0 elsewhere
     position_ids                [N]      int64    place of the token in its episode, from 0
     sequence_ids                [N]      int32    number of the episode, from 0
     row_offsets                 [R + 1]  int64    where the rows begin, tokens; the last is N
@@ -29,7 +31,7 @@ three keys it is the flat form, in which the replay keeps a group. `forge/packin
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,7 +55,11 @@ EPISODE_KEYS: dict[str, torch.dtype] = {
     "advantages": torch.float32,
     "group_id": torch.int64,
 }
-OPTIONAL_TOKEN_KEYS: dict[str, torch.dtype] = {"ref_logprobs": torch.float32}
+OPTIONAL_TOKEN_KEYS: dict[str, torch.dtype] = {
+    "ref_logprobs": torch.float32,
+    "token_rewards": torch.float32,
+    "values": torch.float32,
+}
 PACKED_KEYS: dict[str, torch.dtype] = {
     "position_ids": torch.int64,
     "sequence_ids": torch.int32,
@@ -61,7 +67,11 @@ PACKED_KEYS: dict[str, torch.dtype] = {
 }
 _PADDED = TOKEN_KEYS | EPISODE_KEYS | OPTIONAL_TOKEN_KEYS
 _PACKED = _PADDED | PACKED_KEYS
-OUTSIDE_MASK: dict[str, float] = {"behavior_logprobs": 0.0, "token_versions": -1, "ref_logprobs": 0.0}
+OUTSIDE_MASK: dict[str, float] = {
+    "behavior_logprobs": 0.0,
+    "token_versions": -1,
+    **dict.fromkeys(OPTIONAL_TOKEN_KEYS, 0.0),
+}
 """What stands where nothing is trained."""
 
 
@@ -241,12 +251,12 @@ def collate(groups: Sequence[TensorDict], pad_id: int = 0) -> TensorDict:
     return TensorDict(out, batch_size=[out["lengths"].shape[0]])
 
 
-def token_keys(groups: Sequence[TensorDict]) -> list[str]:
+def token_keys(groups: Sequence[Container[str]]) -> list[str]:
     """The per-token keys of `groups`. Raises SchemaError when an optional one is in some groups only."""
     return [*TOKEN_KEYS, *(key for key in OPTIONAL_TOKEN_KEYS if _in_all(groups, key))]
 
 
-def _in_all(groups: Sequence[TensorDict], key: str) -> bool:
+def _in_all(groups: Sequence[Container[str]], key: str) -> bool:
     count = sum(key in g for g in groups)
     if 0 < count < len(groups):
         raise SchemaError(f"{key} is in {count} of {len(groups)} groups; a batch has it in all or in none")

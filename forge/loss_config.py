@@ -10,9 +10,12 @@ from forge.errors import ConfigError
 from forge.kl import KL_ESTIMATORS, KlEstimator
 from forge.policy_losses import LOSSES
 from forge.registry import lookup
+from forge.token_advantages import TOKEN_ADVANTAGES
 
 Aggregation: TypeAlias = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
+EPISODE = "episode"
+"""What `token_advantages` is called where every token gets the advantage of its episode."""
 CorrectionName: TypeAlias = Literal["none", "tis", "seq_tis", "icepop", "seq_mask", "geo_mask"]
 
 
@@ -47,15 +50,29 @@ class LossConfig:
     kl_estimator: KlEstimator = "k3"
     """Estimator of that KL from one sample; in the loss, the gradient of k1 is zero in expectation."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where that KL goes: added to the loss, or taken from the reward of each token (usual with k1)."""
-    value_weight: float = 0.0
-    """Weight of the critic's loss, >= 0; 0: there is no critic."""
-    value_clip: float = 0.2
-    """How far a value may move from the one at the start of the step before its loss is clipped, > 0."""
+    """Where that KL goes: added to the loss, or taken from the reward of each token (usual with k1), which
+    token_advantages must read then."""
+    token_advantages: str = "episode"
+    """How an episode's advantage becomes one of each token: episode (the same for all), reinforce_pp (returns) or gae
+    (with a critic), whitened over the batch, or module:function of your own."""
+    gamma: float = 1.0
+    """Discount of what the next token earns, under reinforce_pp and gae; in [0, 1]."""
+    lam: float = 1.0
+    """GAE's decay; in [0, 1]."""
     allow_off_policy: bool = False
     """Train a loss that ignores the policy that sampled at a staleness bound above 0 all the same."""
     params: dict[str, float] = field(default_factory=dict)
     """Free numbers for a loss of your own, read as cfg.params['x']."""
+
+    @property
+    def per_token(self) -> bool:
+        """Whether the tokens of an episode have advantages of their own."""
+        return self.token_advantages != EPISODE
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether the loss reads log-probs under the weights at the start of the step."""
+        return self.correction != "none" or self.name == "decoupled_ppo"
 
     def validate(self) -> None:
         """Raises ConfigError naming the first field that cannot work."""
@@ -65,14 +82,22 @@ class LossConfig:
         dual_ok = self.dual_clip is None or self.dual_clip > 1.0
         _require(self.dual_clip, dual_ok, "loss.dual_clip", "> 1, or null")
         _require(self.kl_weight, self.kl_weight >= 0.0, "loss.kl_weight", ">= 0; 0 turns it off")
-        _require(self.value_weight, self.value_weight >= 0.0, "loss.value_weight", ">= 0; 0 turns it off")
-        _require(self.value_clip, self.value_clip > 0.0, "loss.value_clip", "> 0; 0.2 is usual")
+        for name in ("gamma", "lam"):
+            value = getattr(self, name)
+            _require(value, 0.0 <= value <= 1.0, f"loss.{name}", "in [0, 1]; 1 discounts nothing")
         _require(self.aggregation, self.aggregation in AGGREGATIONS, "loss.aggregation", f"in {AGGREGATIONS}")
         _require(self.kl_estimator, self.kl_estimator in KL_ESTIMATORS, "loss.kl_estimator", "k1, k2 or k3")
         length_ok = self.aggregation != "seq_mean_token_sum_norm" or (self.norm_length or 0) >= 1
         limit = ">= 1 with seq_mean_token_sum_norm; generator.max_new_tokens is usual"
         _require(self.norm_length, length_ok, "loss.norm_length", limit)
         self._validate_weights()
+        if self.per_token:
+            lookup(self.token_advantages, TOKEN_ADVANTAGES, "loss.token_advantages")
+        elif self.kl_weight and self.kl_in == "reward":
+            raise ConfigError(
+                "loss.kl_in is reward, loss.token_advantages episode, which reads no reward of a token; use kl_in loss "
+                f"or token_advantages {' or '.join(TOKEN_ADVANTAGES)}"
+            )
 
     def _validate_weights(self) -> None:
         names = ("none", *CORRECTIONS)

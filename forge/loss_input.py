@@ -42,12 +42,6 @@ class LossInput:
     """int64 `[B, T]`, the policy version that sampled each token; for metrics only."""
     policy_version: int | None = None
     """The trainer's version at the start of the step; for metrics only."""
-    values: Tensor | None = None
-    """`[B, T]`, the critic's value of the state before each token; carries the gradient. With value_weight > 0."""
-    old_values: Tensor | None = None
-    """`[B, T]`, the same at the start of the step; the clipped value loss stays near them."""
-    returns: Tensor | None = None
-    """`[B, T]`, what the values are to become."""
 
     def masked(self) -> Self:
         """A copy that is 0 outside the mask, whatever stood there (NaN included). Raises SchemaError for shapes."""

@@ -1,7 +1,7 @@
 """From what one token costs to the scalar of a step: pure functions, and the one place where tokens are summed.
 
     LossInput [B, T] --masked()--> loss function --> loss per token [B, T] --x correction--aggregate--> scalar
-                                                     + metrics per token       (+ KL term, + value loss)
+                                                     + metrics per token       (+ KL term)
 
 A loss function (`forge/policy_losses.py`) says only what one token costs. `compute_loss` does the rest, the same for
 every loss: it blanks what is not under the mask before any arithmetic (NaN in padding reaches neither the loss nor the
@@ -37,7 +37,7 @@ from forge.errors import ConfigError, SchemaError
 from forge.kl import KlEstimator, kl_divergence, probability_ratio
 from forge.loss_config import AGGREGATIONS, Aggregation, LossConfig
 from forge.loss_input import LossInput, TokenLoss
-from forge.policy_losses import LOSSES, clipped_value_loss
+from forge.policy_losses import LOSSES
 from forge.registry import lookup
 
 __all__ = [
@@ -117,10 +117,6 @@ def compute_loss(x: LossInput, cfg: LossConfig, global_denominator: Tensor | flo
         if cfg.kl_in == "loss":
             loss = loss + cfg.kl_weight * aggregate(kl, x.loss_mask, cfg)
         token_metrics = {"loss/kl": kl, **token_metrics}
-    if cfg.value_weight:
-        value_loss = _value_loss(x, cfg)
-        loss = loss + cfg.value_weight * aggregate(value_loss, x.loss_mask, cfg)
-        token_metrics = {"extra/value_loss": value_loss, **token_metrics}
     # A count, so the clamp acts only where nothing at all is trained.
     count = torch.as_tensor(global_denominator, device=loss.device).clamp(min=1)
     per_token = {**_common(x), **token_metrics}
@@ -152,12 +148,6 @@ def metric_means(metrics: Mapping[str, Tensor]) -> dict[str, float]:
 
 def _measured(name: str, value: Tensor) -> bool:
     return not name.startswith("extra/") or float(value[1]) > 0
-
-
-def _value_loss(x: LossInput, cfg: LossConfig) -> Tensor:
-    why = f"loss.value_weight is {cfg.value_weight}, it needs a critic or 0"
-    values, old_values, returns = (x.need(name, why) for name in ("values", "old_values", "returns"))
-    return clipped_value_loss(values, old_values, returns, cfg.value_clip)
 
 
 @torch.no_grad()

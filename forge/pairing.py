@@ -1,11 +1,10 @@
-"""Which loss goes with which staleness bound, and what a loss needs besides the batch. Pure.
+"""Which loss goes with which staleness bound. Pure.
 
 At a bound of 0 every token is sampled by the weights that it trains. Above, a loss has to know who sampled it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
 from dataclasses import dataclass
 
 from forge.corrections import CORRECTIONS
@@ -54,32 +53,3 @@ def check_pairing(loss: LossConfig, max_staleness: int) -> None:
 
 
 _LOSSES = set(LOSS_STALENESS) - set(CORRECTIONS)
-
-
-def needed_inputs(loss: LossConfig) -> dict[str, str]:
-    """Optional inputs that `loss` needs from the trainer -> the option that asks for them."""
-    needed: dict[str, str] = {}
-    if loss.correction != "none":
-        needed["proximal_logprobs"] = f"loss.correction {loss.correction}"
-    if loss.name == "decoupled_ppo":
-        needed["proximal_logprobs"] = "loss.name decoupled_ppo"
-    if loss.kl_weight and loss.kl_in == "reward":
-        needed["token_advantages"] = "loss.kl_in reward"
-    if loss.value_weight:
-        needed["values"] = f"loss.value_weight {loss.value_weight}"
-    return needed
-
-
-REMEDIES = {
-    "proximal_logprobs": "use loss.correction none and loss ppo_clip, gspo or cispo, whose ratio is to the sampler",
-    "token_advantages": "use loss.kl_in loss",
-    "values": "use loss.value_weight 0",
-}
-"""What to do while an input is not supplied."""
-
-
-def check_supplied(loss: LossConfig, supplied: Set[str]) -> None:
-    """Raises ConfigError when `loss` needs an input that the trainer does not supply."""
-    for name, option in needed_inputs(loss).items():
-        if name not in supplied:
-            raise ConfigError(f"{option} needs {name}, which the trainer does not supply yet; {REMEDIES[name]}")

@@ -30,8 +30,6 @@ class TokenRewards:
     """`[B, T]`, the reward of each policy token."""
     loss_mask: Tensor
     """bool `[B, T]`."""
-    group_size: int = 1
-    """Consecutive runs of so many episodes are one group."""
     values: Tensor | None = None
     """`[B, T]`, a critic's value of the state before each token."""
     gamma: float = 1.0
@@ -41,27 +39,13 @@ class TokenRewards:
 
 
 def reinforce_pp(x: TokenRewards) -> Tensor:
-    """`G_t = r_t + gamma G_{t+1}`, `[B, T]` (REINFORCE++, Hu 2025)."""
-    check(x)
-    rewards = _clean(x.rewards, x.loss_mask)
-    return _backwards(rewards, x.loss_mask, x.gamma).to(x.rewards.dtype)
+    """`G_t = r_t + gamma G_{t+1}`, `[B, T]` (REINFORCE++, Hu 2025).
 
-
-def reinforce_pp_baseline(x: TokenRewards) -> Tensor:
-    """The same after the mean total reward of the group is taken from the last policy token, `[B, T]`.
-
-    Episodes without a policy token do not count. Where all totals of a group are equal (max == min), the total is
-    taken itself, so that what is left sums to exactly 0.
+    Its baseline variant is this after grpo.advantage dr_grpo, which takes the mean of the group from each reward.
     """
     check(x)
     rewards = _clean(x.rewards, x.loss_mask)
-    totals = rewards.sum(dim=1).view(-1, x.group_size)
-    counted = x.loss_mask.any(dim=1).view_as(totals)
-    means = totals.sum(dim=1, keepdim=True) / counted.sum(dim=1, keepdim=True).clamp(min=1)
-    equal = (totals == totals.where(counted, -torch.inf).amax(dim=1, keepdim=True)) | ~counted
-    baseline = torch.where(equal.all(dim=1, keepdim=True), totals, means).reshape(-1)
-    centred = rewards - episode_rewards(baseline, x.loss_mask)
-    return _backwards(centred, x.loss_mask, x.gamma).to(x.rewards.dtype)
+    return _backwards(rewards, x.loss_mask, x.gamma).to(x.rewards.dtype)
 
 
 def gae(x: TokenRewards) -> Tensor:
@@ -71,7 +55,7 @@ def gae(x: TokenRewards) -> Tensor:
     """
     check(x)
     if x.values is None:
-        raise SchemaError("values is missing; grpo.advantage gae needs a critic; reinforce_pp needs none")
+        raise SchemaError("values is missing; loss.token_advantages gae needs a critic; reinforce_pp needs none")
     values = _clean(x.values, x.loss_mask)
     deltas = _clean(x.rewards, x.loss_mask) + x.gamma * _next_values(values, x.loss_mask) - values
     return _backwards(deltas, x.loss_mask, x.gamma * x.lam).to(x.rewards.dtype)
@@ -79,7 +63,6 @@ def gae(x: TokenRewards) -> Tensor:
 
 TOKEN_ADVANTAGES: dict[str, Callable[[TokenRewards], Tensor]] = {
     "reinforce_pp": reinforce_pp,
-    "reinforce_pp_baseline": reinforce_pp_baseline,
     "gae": gae,
 }
 """All of them are to be whitened over the batch."""
@@ -95,8 +78,6 @@ def check(x: TokenRewards) -> None:
     for name, value in (("rewards", x.rewards), ("values", x.values)):
         if value is not None and value.shape != x.loss_mask.shape:
             raise SchemaError(f"{name} has shape {list(value.shape)}, loss_mask {list(x.loss_mask.shape)}")
-    if x.group_size < 1 or x.loss_mask.shape[0] % x.group_size:
-        raise SchemaError(f"rewards has {x.loss_mask.shape[0]} episodes, expected a multiple of {x.group_size}")
     bad = x.loss_mask & ~x.rewards.isfinite()
     if bool(bad.any()):
         row, token = bad.nonzero()[0].tolist()
@@ -105,6 +86,17 @@ def check(x: TokenRewards) -> None:
 
 
 # --- rewards of episodes and turns -> of tokens
+
+
+def spread(episodes: Tensor, loss_mask: Tensor, of_tokens: Tensor | None = None) -> Tensor:
+    """What each token earned of what its episode did: `[B]`, and `[B, T]` where tokens are told apart -> `[B, T]`.
+
+    What `of_tokens` leaves of an episode's number, all of it without them, stands at its last policy token.
+    """
+    if of_tokens is None:
+        return episode_rewards(episodes, loss_mask)
+    known = torch.where(loss_mask, of_tokens, 0.0)
+    return known + episode_rewards(episodes - known.sum(dim=1), loss_mask)
 
 
 def episode_rewards(rewards: Tensor, loss_mask: Tensor) -> Tensor:

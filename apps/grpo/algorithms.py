@@ -38,10 +38,17 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     # Ahmadian et al. 2024: the log-prob of an episode is the sum of its tokens'.
     "rloo": ("grpo.advantage=rloo", "loss.name=ppo_clip", "loss.aggregation=seq_mean_token_sum"),
     # Hu 2025: returns of tokens, the KL divergence in the reward.
-    "reinforce_pp": ("grpo.advantage=reinforce_pp", "loss.name=ppo_clip", "loss.kl_in=reward", "loss.kl_estimator=k1"),
-    "reinforce_pp_baseline": ("grpo.advantage=reinforce_pp_baseline", "loss.name=ppo_clip", "loss.kl_estimator=k2"),
-    # Fu et al. 2025: three policies.
-    "decoupled_ppo": ("grpo.advantage=grpo", "loss.name=decoupled_ppo", "loss.clip_high=0.2"),
+    "reinforce_pp": (
+        *("grpo.advantage=none", "loss.token_advantages=reinforce_pp", "loss.name=ppo_clip"),
+        *("loss.kl_in=reward", "loss.kl_estimator=k1"),
+    ),
+    # The mean of the group is taken from the rewards first.
+    "reinforce_pp_baseline": (
+        *("grpo.advantage=dr_grpo", "loss.token_advantages=reinforce_pp", "loss.name=ppo_clip"),
+        *("loss.kl_in=loss", "loss.kl_estimator=k2"),
+    ),
+    # Fu et al. 2025: three policies; the third is one of its own from the second update of a step on.
+    "decoupled_ppo": ("grpo.advantage=grpo", "loss.name=decoupled_ppo", "loss.clip_high=0.2", "trainer.updates=2"),
 }
 
 

@@ -94,9 +94,6 @@ def random_input(rows: int = 8, width: int = 50, seed: int = 0, spread: float = 
         advantages=torch.randn(rows, generator=g, dtype=torch.float64),
         token_versions=torch.randint(3, 8, (rows, width), generator=g),
         policy_version=7,
-        values=draw[4],
-        old_values=draw[4] + 0.3 * draw[5],
-        returns=draw[5],
     )
 
 

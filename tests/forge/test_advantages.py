@@ -14,7 +14,7 @@ from forge.advantages import ADVANTAGES, advantages, is_degenerate, overlong_pen
 from forge.errors import ConfigError, SchemaError
 
 GOLDEN = Path(__file__).parent / "golden"
-KINDS = sorted(ADVANTAGES)
+KINDS = sorted(set(ADVANTAGES) - {"none"})
 
 
 def golden(name: str) -> Any:
@@ -104,8 +104,17 @@ def test_an_own_kind_can_be_named_by_its_path() -> None:
     assert torch.equal(advantages(rewards, "forge.advantages:rloo", 3), advantages(rewards, "rloo", 3))
 
 
+def test_none_gives_the_rewards_themselves_whatever_the_group() -> None:
+    rewards = torch.tensor([0.35, 0.35, -1.0])
+    for size in (1, 3):
+        assert torch.equal(advantages(rewards, "none", size), rewards)
+    equal = torch.full((4,), 0.5)
+    assert advantages(equal, "none", 4).data_ptr() != equal.data_ptr()
+    assert torch.equal(advantages(equal, "none", 4), equal)
+
+
 def test_an_unknown_kind_is_an_error_that_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"grpo\.advantage is 'gpro'.*dr_grpo, grpo, rloo"):
+    with pytest.raises(ConfigError, match=r"grpo\.advantage is 'gpro'.*dr_grpo, grpo, none, rloo"):
         advantages(torch.zeros(2), "gpro", 2)
 
 

@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.nn.functional import pad as widen
 
 from forge.corrections import CORRECTIONS
-from forge.errors import SchemaError
 from forge.losses import AGGREGATIONS, LOSSES, LossInput, add_metrics, compute_loss, denominator, metric_means
 from forge.packing import pack, pad
 from forge.policy_losses import clipped_value_loss
@@ -234,7 +233,7 @@ def test_the_gradient_and_the_metrics_do_not_change_with_the_cut(
     name: str, correction: str, cut: list[list[int]]
 ) -> None:
     x = random_input(spread=0.2)
-    cfg = wide_limits(name, correction, "seq_mean_token_mean", kl_weight=0.3, value_weight=0.5)
+    cfg = wide_limits(name, correction, "seq_mean_token_mean", kl_weight=0.3)
 
     def grad_of(parts: list[list[int]]) -> tuple[Tensor, dict[str, float]]:
         total = torch.stack([denominator(x.loss_mask[p], cfg.aggregation) for p in parts]).sum()
@@ -254,7 +253,7 @@ def test_the_gradient_and_the_metrics_do_not_change_with_the_cut(
 def test_poisoned_padding_changes_nothing(name: str, correction: str, poison: float) -> None:
     x = random_input(spread=0.2)
     dirty = replace(x, **{k: torch.where(x.loss_mask, v, poison) for k, v in floats(x).items()})
-    cfg = wide_limits(name, correction, kl_weight=0.3, value_weight=0.5)
+    cfg = wide_limits(name, correction, kl_weight=0.3)
     (value, grad), (dirty_value, dirty_grad) = value_and_grad(x, cfg), value_and_grad(dirty, cfg)
     assert value == dirty_value
     assert torch.equal(grad, dirty_grad)
@@ -300,12 +299,12 @@ def test_a_micro_batch_with_nothing_to_train_gives_zero_in_the_graph(
     weight = torch.ones((), dtype=torch.float64, requires_grad=True)
     empty = replace(x, **dict.fromkeys(floats(x), nan))
     empty = replace(empty, policy_logprobs=torch.zeros_like(nan) * weight, loss_mask=torch.zeros_like(x.loss_mask))
-    out = compute_loss(empty, wide_limits(name, correction, aggregation, kl_weight=0.5, value_weight=0.5), 7)
+    out = compute_loss(empty, wide_limits(name, correction, aggregation, kl_weight=0.5), 7)
     out.loss.backward()
     assert out.loss.item() == 0.0
     assert weight.grad is not None
     assert float(weight.grad) == 0.0
-    assert out.metrics.keys() == run(x, wide_limits(name, correction, kl_weight=0.5, value_weight=0.5)).metrics.keys()
+    assert out.metrics.keys() == run(x, wide_limits(name, correction, kl_weight=0.5)).metrics.keys()
 
 
 # The critic
@@ -322,29 +321,9 @@ def test_the_value_loss_is_the_worse_of_moved_and_clipped() -> None:
 
 
 def test_the_gradient_of_the_value_loss_is_that_of_finite_differences() -> None:
-    x = random_input(width=6)
-    assert x.values is not None
-    leaf = x.values.clone().requires_grad_()
-    cfg = make_config(value_weight=0.5)
-    assert torch.autograd.gradcheck(lambda v: run(replace(x, values=v), cfg).loss, (leaf,), eps=1e-7)
-
-
-def test_the_value_loss_is_added_with_its_weight() -> None:
-    x = random_input()
-    with_critic = run(x, make_config(value_weight=0.5))
-    m = x.loss_mask
-    assert x.values is not None
-    assert x.old_values is not None
-    assert x.returns is not None
-    value_loss = clipped_value_loss(x.values, x.old_values, x.returns, 0.2)[m].mean()
-    assert float(with_critic.loss - run(x, make_config()).loss) == pytest.approx(0.5 * float(value_loss))
-    assert metric_means(with_critic.metrics)["extra/value_loss"] == pytest.approx(float(value_loss))
-
-
-@pytest.mark.parametrize("missing", ["values", "old_values", "returns"])
-def test_a_value_weight_without_a_critic_is_an_error(missing: str) -> None:
-    with pytest.raises(SchemaError, match=rf"{missing} is missing; loss\.value_weight is 0\.5, it needs a critic or 0"):
-        run(replace(random_input(), **{missing: None}), make_config(value_weight=0.5))
+    draw = torch.randn((3, 40), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    leaf = draw[0].clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda v: clipped_value_loss(v, draw[1], draw[2], 0.2), (leaf,), eps=1e-7)
 
 
 # The KL term in the reward

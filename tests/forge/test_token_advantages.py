@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forge.advantages import ADVANTAGES
+from forge.advantages import advantages
 from forge.errors import ConfigError, SchemaError
 from forge.token_advantages import (
     TOKEN_ADVANTAGES,
@@ -22,7 +22,7 @@ from forge.token_advantages import (
     merge_moments,
     moments,
     reinforce_pp,
-    reinforce_pp_baseline,
+    spread,
     turn_rewards,
     whiten,
 )
@@ -49,7 +49,7 @@ def random_rewards(rows: int = 8, width: int = 30, **others: Any) -> TokenReward
     mask = torch.rand((rows, width), generator=g) > 0.4
     mask[-1] = False
     draw = torch.randn((2, rows, width), generator=g, dtype=torch.float64)
-    return TokenRewards(rewards=draw[0], values=draw[1], loss_mask=mask, gamma=0.9, lam=0.8, group_size=4, **others)
+    return TokenRewards(rewards=draw[0], values=draw[1], loss_mask=mask, gamma=0.9, lam=0.8, **others)
 
 
 # Golden numbers
@@ -134,35 +134,25 @@ def test_a_batch_with_nothing_to_train_gives_zeros(kind: str) -> None:
     assert whiten(got, x.loss_mask).tolist() == got.tolist()
 
 
-# The baseline of a group
-
-
-def test_with_one_reward_an_episode_the_baseline_is_that_of_dr_grpo() -> None:
-    mask = random_rewards().loss_mask
-    mask[-1, 3] = True
-    rewards = torch.randn(8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    x = TokenRewards(rewards=episode_rewards(rewards, mask), loss_mask=mask, group_size=4)
-    expected = ADVANTAGES["dr_grpo"](rewards.view(2, 4)).view(8, 1).expand(8, 30) * mask
-    torch.testing.assert_close(reinforce_pp_baseline(x), expected)
-
-
-@pytest.mark.parametrize("size", [1, 2, 8])
-def test_a_group_of_equal_rewards_gets_exactly_zero(size: int) -> None:
-    mask = torch.ones((8, 3), dtype=torch.bool)
-    mask[5, 1:] = False
-    x = TokenRewards(rewards=episode_rewards(torch.full((8,), 0.35), mask), loss_mask=mask, group_size=size)
-    assert reinforce_pp_baseline(x).abs().max() == 0.0
-
-
-def test_an_episode_masked_as_a_whole_does_not_move_the_baseline() -> None:
-    mask = torch.tensor([[True], [True], [False]])
-    x = TokenRewards(rewards=as_float64([[1.0], [3.0], [100.0]]), loss_mask=mask, group_size=3)
-    assert reinforce_pp_baseline(x).tolist() == [[-1.0], [1.0], [0.0]]
-    equal = replace(x, rewards=as_float64([[0.1], [0.1], [100.0]]))
-    assert reinforce_pp_baseline(equal).tolist() == [[0.0], [0.0], [0.0]]
-
-
 # Rewards of episodes, turns, and the KL divergence
+
+
+def test_what_the_tokens_did_not_earn_themselves_is_at_the_last_one() -> None:
+    mask = torch.tensor([[0, 1, 0, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]]).bool()
+    earned = torch.full((3, 5), 0.5)
+    earned[0, 2] = float("nan")
+    got = spread(torch.tensor([2.0, 2.5, 4.0]), mask, earned)
+    assert got.tolist() == [[0.0, 0.5, 0.0, 1.5, 0.0], [0.5] * 5, [0.0] * 5]
+    plain = torch.tensor([2.0, 3.0, 4.0])
+    assert torch.equal(spread(plain, mask), episode_rewards(plain, mask))
+
+
+def test_the_baseline_variant_carries_the_advantage_of_the_group_to_every_token() -> None:
+    mask = random_rewards().loss_mask
+    rewards = torch.randn(8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    centred = advantages(rewards, "dr_grpo", 4)
+    x = TokenRewards(rewards=spread(centred, mask), loss_mask=mask)
+    torch.testing.assert_close(reinforce_pp(x), centred[:, None].expand(8, 30) * mask)
 
 
 def test_the_reward_of_an_episode_is_at_its_last_policy_token() -> None:
@@ -242,7 +232,6 @@ def test_the_dtype_of_the_rewards_is_kept() -> None:
         ({"lam": -0.1}, ConfigError, r"lam must lie in \[0, 1\], got -0\.1"),
         ({"rewards": torch.zeros(8)}, SchemaError, r"rewards has shape \[8\], loss_mask \[8, 30\]"),
         ({"values": torch.zeros(8, 1)}, SchemaError, r"values has shape \[8, 1\]"),
-        ({"group_size": 3}, SchemaError, r"8 episodes, expected a multiple of 3"),
         ({"loss_mask": torch.ones(8, 30)}, SchemaError, r"expected bool"),
     ],
 )
