@@ -29,6 +29,8 @@ from forge.batch import (
 
 _DTYPES = TOKEN_KEYS | OPTIONAL_TOKEN_KEYS | EPISODE_KEYS | PACKED_KEYS
 _NUMPY = {key: torch.empty(0, dtype=dtype).numpy().dtype for key, dtype in _DTYPES.items()}
+Flat = TensorDict | Arrays
+"""Flat episodes; as arrays (`flat_arrays`) they cost less to read."""
 Alloc = Callable[[TensorDict], TensorDict]
 """Makes a TensorDict like the given one, which has no memory, to be filled; `forge.channel.alloc` is one."""
 
@@ -110,14 +112,15 @@ def padded_size(lengths: Sequence[int], max_tokens: int) -> int:
     return sum(lengths[cut[0]] * len(cut) for cut in padded_cuts(lengths, max_tokens))
 
 
-def pack(groups: Sequence[TensorDict], rows: Sequence[Sequence[int]], alloc: Alloc | None = None) -> TensorDict:
+def pack(groups: Sequence[Flat], rows: Sequence[Sequence[int]], alloc: Alloc | None = None) -> TensorDict:
     """A packed batch of flat (or packed) episodes, one copy into what `alloc` gives (default: private memory).
 
     `rows` are lists of episodes, numbered through all groups; what is in none of them is left out. Raises
     SchemaError when an optional key is in some groups only.
     """
-    keys, order = token_keys(groups), list(chain.from_iterable(rows))
-    pieces = _pieces(groups)
+    sources = [_arrays(group) for group in groups]
+    keys, order = token_keys(sources), list(chain.from_iterable(rows))
+    pieces = _pieces([source["lengths"].tolist() for source in sources])
     chosen = [pieces[episode] for episode in order]
     lengths = [stop - start for _, start, stop in chosen]
     sizes = _sizes(keys, sum(lengths), len(order), len(rows))
@@ -129,32 +132,32 @@ def pack(groups: Sequence[TensorDict], rows: Sequence[Sequence[int]], alloc: All
         filled = _arrays(out)
     spans = _merged(chosen)
     for key in keys:
-        sources = [array(group[key]) for group in groups]
-        np.concatenate([sources[number][start:stop] for number, start, stop in spans], out=filled[key])
+        np.concatenate([sources[number][key][start:stop] for number, start, stop in spans], out=filled[key])
     numbers = np.array(order)
     for key in EPISODE_KEYS:
-        filled[key][:] = array(torch.cat([group[key] for group in groups]))[numbers]
+        filled[key][:] = np.concatenate([source[key] for source in sources])[numbers]
     _number(filled, lengths)
     ends = list(accumulate(lengths, initial=0))
     filled["row_offsets"][:] = [ends[count] for count in accumulate(map(len, rows), initial=0)]
     return out
 
 
-def pad(groups: Sequence[TensorDict], pad_id: int = 0) -> TensorDict:
+def pad(groups: Sequence[Flat], pad_id: int = 0) -> TensorDict:
     """The episodes of flat or packed batches as one padded Batch `[E, T]`, in their order; a copy.
 
     Raises SchemaError as `pack` does.
     """
-    lengths = [group["lengths"].tolist() for group in groups]
+    sources = [_arrays(group) for group in groups]
+    lengths = [source["lengths"].tolist() for source in sources]
     width, count = max(map(max, lengths)), sum(map(len, lengths))
     full = [min(of_group) == width for of_group in lengths]
     out: Arrays = {}
-    for key in token_keys(groups):
+    for key in token_keys(sources):
         fill = pad_id if key == "tokens" else OUTSIDE_MASK.get(key, 0)
         shape, dtype = (count, width), _NUMPY[key]
         rows, row = np.empty(shape, dtype) if all(full) else np.full(shape, fill, dtype), 0
-        for group, of_group, has_no_padding in zip(groups, lengths, full, strict=True):
-            source, start = array(group[key]), 0
+        for values, of_group, has_no_padding in zip(sources, lengths, full, strict=True):
+            source, start = values[key], 0
             if has_no_padding:
                 rows[row : row + len(of_group)].reshape(-1)[:] = source
                 row += len(of_group)
@@ -163,9 +166,8 @@ def pad(groups: Sequence[TensorDict], pad_id: int = 0) -> TensorDict:
                 rows[row, :length] = source[start : start + length]
                 row, start = row + 1, start + length
         out[key] = rows
-    tensors = {key: torch.from_numpy(value) for key, value in out.items()}
-    tensors |= {key: torch.cat([group[key] for group in groups]) for key in EPISODE_KEYS}
-    return TensorDict(tensors, batch_size=[count])
+    out |= {key: np.concatenate([source[key] for source in sources]) for key in EPISODE_KEYS}
+    return TensorDict({key: torch.from_numpy(value) for key, value in out.items()}, batch_size=[count])
 
 
 def row_episodes(packed: TensorDict) -> list[list[int]]:
@@ -175,12 +177,12 @@ def row_episodes(packed: TensorDict) -> list[list[int]]:
     return [list(range(start, stop)) for start, stop in pairwise(bounds)]
 
 
-def _pieces(groups: Sequence[TensorDict]) -> list[tuple[int, int, int]]:
+def _pieces(lengths: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
     """Of each episode of all groups: number of its group, its first token there, and where the next begins."""
     pieces = []
-    for number, group in enumerate(groups):
+    for number, of_group in enumerate(lengths):
         start = 0
-        for length in group["lengths"].tolist():
+        for length in of_group:
             pieces.append((number, start, start + length))
             start += length
     return pieces
@@ -205,9 +207,11 @@ def _number(out: Arrays, lengths: Sequence[int]) -> None:
     out["sequence_ids"][:] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
 
 
-def _arrays(td: TensorDict) -> Arrays:
-    """The values of `td` as numpy sees them, without a copy."""
-    return {key: array(cast(torch.Tensor, value)) for key, value in td.items()}
+def _arrays(flat: Flat) -> Arrays:
+    """The keys of the schema as numpy sees them, without a copy."""
+    if isinstance(flat, dict):
+        return flat
+    return {key: array(cast(torch.Tensor, value)) for key, value in flat.items() if key in _DTYPES}
 
 
 def _sizes(keys: Sequence[str], num_tokens: int, num_episodes: int, num_rows: int) -> dict[str, int]:

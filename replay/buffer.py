@@ -48,7 +48,7 @@ class ReplayBuffer:
         seed: int = 0,
         memory: MemoryBudget | None = None,
         draw: Callable[[], Any] = lambda: None,
-        tell: Callable[[Event], None] = lambda event: None,
+        tell: Callable[[Event], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`draw` gives the prompt of a ticket; `tell` is told what happens to groups, batches excepted."""
@@ -97,7 +97,7 @@ class ReplayBuffer:
         ticket = replace(ticket, prompt=prompt)
         self._slots[ticket.seq] = Slot(ticket, self._clock(), ticket.version)
         self._versions[ticket.version] += 1
-        self._tell(Reserve(ticket.seq, ticket.version, prompt, self._count(groups_reserved=1)))
+        self._say(Reserve(ticket.seq, ticket.version, prompt, self._count(groups_reserved=1)))
         return ticket
 
     def add(self, ticket: Ticket, record: Record) -> None:
@@ -126,7 +126,8 @@ class ReplayBuffer:
         self._num_queued += 1
         self._degenerate_in_a_row = self._degenerate_in_a_row + 1 if record.degenerate else 0
         counts = self._count(groups_added=1, groups_degenerate=int(record.degenerate))
-        self._tell(Add(ticket.seq, record.group, counts, {"degenerate_in_a_row": self._degenerate_in_a_row}))
+        if self._tell is not None:  # tensors are made for the journal only
+            self._tell(Add(ticket.seq, record.group, counts, {"degenerate_in_a_row": self._degenerate_in_a_row}))
         if record.degenerate and self._drop_degenerate:
             self._drop(slot, "degenerate")
             self._check_reward_signal(record)
@@ -139,7 +140,7 @@ class ReplayBuffer:
         slot = self._slots.get(ticket.seq)
         if slot is not None and slot.record is None:
             self._give_back(slot)
-            self._tell(Gone(ticket.seq, "failed", self._count(groups_failed=1)))
+            self._say(Gone(ticket.seq, "failed", self._count(groups_failed=1)))
 
     def release(self, version: int) -> None:
         """Every serving replica holds `version`: frees the slots of the batches up to it."""
@@ -186,7 +187,7 @@ class ReplayBuffer:
             seq = slot.ticket.seq
             self._give_back(slot)
             self._straggled.add(seq)
-            self._tell(Gone(seq, "straggled", self._count(groups_straggled=1)))
+            self._say(Gone(seq, "straggled", self._count(groups_straggled=1)))
         return len(late)
 
     def state_dict(self) -> dict[str, Any]:
@@ -342,7 +343,11 @@ class ReplayBuffer:
         wasted = self._count_dropped(record)
         self._num_queued -= 1
         self._give_back(slot)
-        self._tell(Gone(slot.ticket.seq, reason, {**wasted, **self._count(**counts)}))
+        self._say(Gone(slot.ticket.seq, reason, {**wasted, **self._count(**counts)}))
+
+    def _say(self, event: Event) -> None:
+        if self._tell is not None:
+            self._tell(event)
 
     def _count_dropped(self, record: Record) -> dict[str, int]:
         self.outcomes.extend((length, True) for length in record.lengths)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -46,14 +47,15 @@ def batch_stats(
     """
     staleness = [policy_version - version for r in records for version in r.oldest if version >= 0] or [0]
     rewards = [reward for r in records for reward in r.rewards]
-    shares = Counter(staleness)
+    shares, mean = Counter(staleness), statistics.fmean(rewards)
     return {
         "staleness/mean": statistics.fmean(staleness),
         "staleness/max": max(staleness),
         "staleness/bound": max_staleness,
         **{f"staleness/hist/{n}": shares[n] / len(staleness) for n in range(max_staleness + 1)},
-        "reward/mean": statistics.fmean(rewards),
-        "reward/std": statistics.pstdev(rewards),
+        "reward/mean": mean,
+        # statistics.pstdev works in fractions: ten times as long.
+        "reward/std": math.sqrt(statistics.fmean((reward - mean) ** 2 for reward in rewards)),
         "queue/age_mean_s": statistics.fmean(ages_s),
         "queue/age_max_s": max(ages_s),
     }

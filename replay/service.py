@@ -30,7 +30,7 @@ from replay.events import Tokens, Trained
 from replay.metrics import batch_stats, discard_rates, interval_stats
 from replay.persistence import JournalPlace, Persistence, Prompts
 from replay.policies import POLICIES
-from replay.shards import hand_over, waste
+from replay.shards import plan_shards, send, waste
 from replay.staleness import Admission, Ticket
 from replay.storage import MemoryBudget, store
 
@@ -96,7 +96,7 @@ class Replay:
             seed=seed,
             memory=MemoryBudget(cfg.memory_bytes),
             draw=self._persistence.draw,
-            tell=self._persistence.tell,
+            tell=None if journal is None else self._persistence.tell,
         )
         self._resumed = self._persistence.start(self._buffer, start_version)
         self._row_tokens = row_tokens
@@ -171,11 +171,13 @@ class Replay:
         choice = self._served_again(policy_version) or await self._next_choice(policy_version)
         if choice is None:
             return None
-        stats = self._stats_of(choice, policy_version, num_shards)
+        lengths = [n for record in choice.records for n in record.lengths]
+        plan = plan_shards(lengths, num_shards, self._row_tokens)
+        stats = self._stats_of(choice, policy_version) | waste(lengths, plan, self._row_tokens)
         self._persistence.tell(Trained(policy_version, choice.seqs, stats))
-        groups = [record.group for record in choice.records]
+        groups = [record.arrays for record in choice.records]
         # In a thread: long episodes take long to copy, and `alloc` may wait until a trainer lets go of memory.
-        handles = await asyncio.to_thread(self._hand_over, groups, num_shards)
+        handles = await asyncio.to_thread(send, groups, plan, self._channel)
         return SampledBatch(handles, policy_version, stats)
 
     async def release(self, version: int) -> None:
@@ -306,10 +308,7 @@ class Replay:
         await asyncio.wait([self._sampler], timeout=max(0.0, until - time.monotonic()))
         return self._sampler.done()
 
-    def _hand_over(self, groups: list[TensorDict], num_shards: int) -> list[Any]:
-        return hand_over(groups, num_shards, self._row_tokens, self._channel)
-
-    def _stats_of(self, choice: Choice, policy_version: int, num_shards: int) -> dict[str, float]:
+    def _stats_of(self, choice: Choice, policy_version: int) -> dict[str, float]:
         counts = self._buffer.counts
         recent, self._counts_at_sample = counts.since(self._counts_at_sample), replace(counts)
         waits, self._admission_waits = self._admission_waits, []
@@ -317,7 +316,6 @@ class Replay:
             **batch_stats(choice.records, choice.ages_s, policy_version, self._cfg.max_staleness),
             **interval_stats(recent, waits),
             **discard_rates(self._buffer.outcomes),
-            **waste([n for record in choice.records for n in record.lengths], num_shards, self._row_tokens),
             "replay/queued_groups": self._buffer.num_queued,
             "replay/running_groups": self._buffer.num_running,
             "replay/held_bytes": self._buffer.memory.held_bytes,

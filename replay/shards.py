@@ -10,7 +10,10 @@ from typing import Any, Protocol
 from tensordict import TensorDict
 
 from forge.errors import ConfigError
-from forge.packing import Alloc, first_fit, pack, padded_size
+from forge.packing import Alloc, Flat, first_fit, pack, padded_size
+
+Plan = list[list[list[int]]]
+"""Of each rank the rows, of each row the episodes."""
 
 
 class Channel(Protocol):
@@ -43,8 +46,8 @@ def balance(lengths: Sequence[int], num_shards: int) -> list[list[int]]:
     return [sorted(shard) for shard in rows]
 
 
-def plan_shards(lengths: Sequence[int], num_shards: int, row_tokens: int) -> list[list[list[int]]]:
-    """Of each rank the rows, of each row the episodes: balanced over ranks, packed first-fit into `row_tokens`.
+def plan_shards(lengths: Sequence[int], num_shards: int, row_tokens: int) -> Plan:
+    """Which rank gets which episodes in which rows: balanced over ranks, packed first-fit into `row_tokens`.
 
     Raises ConfigError with fewer episodes than shards.
     """
@@ -55,13 +58,12 @@ def plan_shards(lengths: Sequence[int], num_shards: int, row_tokens: int) -> lis
     return plans
 
 
-def waste(lengths: Sequence[int], num_shards: int, row_tokens: int) -> dict[str, float]:
+def waste(lengths: Sequence[int], plan: Plan, row_tokens: int) -> dict[str, float]:
     """Shares of a batch that are not tokens, over all ranks.
 
     pack/waste: what stays empty of the rows' budget; a packing trainer computes nothing for it. pack/padded_waste:
     padding among the tokens that a trainer computes which pads its passes instead.
     """
-    plan = plan_shards(lengths, num_shards, row_tokens)
     shards = [[lengths[episode] for episode in chain.from_iterable(rows)] for rows in plan]
     budget = row_tokens * sum(len(rows) for rows in plan)
     return {
@@ -70,20 +72,20 @@ def waste(lengths: Sequence[int], num_shards: int, row_tokens: int) -> dict[str,
     }
 
 
-def make_shards(
-    groups: Sequence[TensorDict], num_shards: int, row_tokens: int, alloc: Alloc | None = None
-) -> list[TensorDict]:
-    """Flat groups as one packed batch a rank, of whole episodes; one copy, into what `alloc` gives.
-
-    Raises ConfigError with fewer episodes than shards.
-    """
-    lengths = list(chain.from_iterable(group["lengths"].tolist() for group in groups))
-    return [pack(groups, rows, alloc) for rows in plan_shards(lengths, num_shards, row_tokens)]
+def make_shards(groups: Sequence[Flat], plan: Plan, alloc: Alloc | None = None) -> list[TensorDict]:
+    """Flat groups as one packed batch a rank, of whole episodes; one copy, into what `alloc` gives."""
+    return [pack(groups, rows, alloc) for rows in plan]
 
 
-def hand_over(groups: Sequence[TensorDict], num_shards: int, row_tokens: int, channel: Channel) -> list[Any]:
+def send(groups: Sequence[Flat], plan: Plan, channel: Channel) -> list[Any]:
     """`make_shards` in the channel's memory: one handle a rank, and no other copy on the way to it.
 
-    Raises ConfigError with fewer episodes than shards, ChannelError when the channel has no memory.
+    Raises ChannelError when the channel has no memory.
     """
-    return [channel.put(shard) for shard in make_shards(groups, num_shards, row_tokens, channel.alloc)]
+    return [channel.put(shard) for shard in make_shards(groups, plan, channel.alloc)]
+
+
+def hand_over(groups: Sequence[Flat], num_shards: int, row_tokens: int, channel: Channel) -> list[Any]:
+    """Plans and sends. Raises ConfigError with fewer episodes than shards, and what `send` raises."""
+    lengths = list(chain.from_iterable(group["lengths"].tolist() for group in groups))
+    return send(groups, plan_shards(lengths, num_shards, row_tokens), channel)

@@ -22,7 +22,7 @@ from forge.packing import as_tensors, flat_arrays, flatten
 class Record:
     """A complete group and what the bookkeeping needs of it, read once when it is added."""
 
-    group: TensorDict
+    arrays: Arrays
     """Flat episodes (`forge/batch.py`): token keys `[N]`, episode keys `[G]`."""
     oldest: list[int]
     """Of each episode: the oldest version that sampled one of its tokens; -1 when it trains no token."""
@@ -39,6 +39,11 @@ class Record:
     """Mean absolute advantage of the episodes."""
     nbytes: int
     """Memory that the group takes."""
+
+    @property
+    def group(self) -> TensorDict:
+        """`arrays` as tensors, the same memory; made anew each time, which takes as long as the copy of a group."""
+        return as_tensors(self.arrays)
 
     def oldest_version(self, default: int) -> int:
         """The oldest version that sampled a token of the group; `default` where it trains none."""
@@ -59,7 +64,7 @@ def store(group: TensorDict, group_id: int) -> Record:
         raise SchemaError("the group has 0 episodes; fail its ticket instead of adding it")
     flat = flat_arrays(arrays)
     flat["group_id"].fill(group_id)
-    return _record(flat, as_tensors(flat), flat["token_versions"])
+    return _record(flat, flat["token_versions"])
 
 
 def summarize(group: TensorDict) -> Record:
@@ -69,10 +74,10 @@ def summarize(group: TensorDict) -> Record:
     """
     flat = group if is_packed(group) else flatten(group)
     arrays = {key: array(cast(torch.Tensor, value)) for key, value in flat.items()}
-    return _record(arrays, flat, np.where(arrays["loss_mask"], arrays["token_versions"], -1))
+    return _record(arrays, np.where(arrays["loss_mask"], arrays["token_versions"], -1))
 
 
-def _record(flat: Arrays, group: TensorDict, versions: NDArray[Any]) -> Record:
+def _record(flat: Arrays, versions: NDArray[Any]) -> Record:
     """`versions` are -1 where nothing is trained."""
     rewards, lengths = flat["rewards"].tolist(), flat["lengths"].tolist()
     if not all(map(math.isfinite, rewards)):
@@ -80,7 +85,7 @@ def _record(flat: Arrays, group: TensorDict, versions: NDArray[Any]) -> Record:
     # Read as unsigned, -1 is larger than any version.
     oldest = np.minimum.reduceat(versions.view(np.uint64), list(accumulate(lengths[:-1], initial=0))).view(np.int64)
     return Record(
-        group=group,
+        arrays=flat,
         oldest=oldest.tolist(),
         newest=int(versions.max()),
         num_tokens=int(np.count_nonzero(flat["loss_mask"])),

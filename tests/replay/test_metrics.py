@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from tensordict import TensorDict
 
 from forge.metrics import METRIC_KEYS, make_row
 from replay.buffer import ReplayBuffer
@@ -14,9 +13,8 @@ from replay.storage import Record
 
 def record(*oldest: int, rewards: list[float] | None = None, length: int = 8) -> Record:
     rewards = rewards or [float(i) for i in range(len(oldest))]
-    nothing = TensorDict({}, batch_size=[])
     same = len(set(rewards)) == 1
-    return Record(nothing, list(oldest), max(oldest), 10, rewards, same, [length] * len(oldest), 0.0, 0)
+    return Record({}, list(oldest), max(oldest), 10, rewards, same, [length] * len(oldest), 0.0, 0)
 
 
 def test_the_histogram_has_a_share_for_every_staleness_up_to_the_bound() -> None:

@@ -6,7 +6,6 @@ import itertools
 from collections import Counter
 
 import pytest
-from tensordict import TensorDict
 
 from forge.errors import ConfigError
 from forge.registry import lookup
@@ -19,7 +18,7 @@ RUNNING = None
 
 
 def complete(version: int = 0, magnitude: float = 0.0) -> Record:
-    return Record(TensorDict({}, batch_size=[]), [version], version, 4, [0.0], False, [5], magnitude, 0)
+    return Record({}, [version], version, 4, [0.0], False, [5], magnitude, 0)
 
 
 def view(*records: Record | None, seed: int = 0, at: int = 0, **slot: int) -> View:

@@ -14,12 +14,12 @@ from tensordict import TensorDict
 from forge import channel
 from forge.batch import check_batch, make_group
 from forge.errors import StalenessError
+from replay import shards
 from replay.events import Add, Entry, Event, Gone, ReplayState, Reserve, Trained
 from replay.journal import Journal
 from replay.recording import RecordedReplay, Recording
 from replay.recovery import recover
 from replay.segments import JournalError, log_path
-from replay.shards import make_shards
 from replay.storage import store
 
 STEPS, BATCH, ROW = 6, 3, 16
@@ -51,7 +51,7 @@ def bytes_of(td: TensorDict) -> dict[str, tuple[torch.dtype, tuple[int, ...], by
 
 
 def hand_over(groups: list[TensorDict], num_shards: int) -> list[channel.Handle]:
-    return [channel.put(shard) for shard in make_shards(groups, num_shards, ROW)]
+    return shards.hand_over(groups, num_shards, ROW, channel)
 
 
 def added(*seqs: int) -> list[Event]:
@@ -68,7 +68,9 @@ def test_a_replayed_run_gives_byte_equal_shards_to_a_trainer_without_generators(
         replayed = RecordedReplay(Recording(tmp_path), hand_over)
         assert await replayed.reserve() is None
         for version, seqs in enumerate(orders):
-            wanted = make_shards([records[seq] for seq in seqs], 2, ROW)
+            groups = [records[seq] for seq in seqs]
+            plan = shards.plan_shards([n for td in groups for n in td["lengths"].tolist()], 2, ROW)
+            wanted = shards.make_shards(groups, plan)
             batch = await replayed.sample(version, 2)
             assert batch is not None
             got = [channel.take(handle) for handle in batch.handles]

@@ -19,20 +19,17 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
 
 from replay.buffer import ReplayBuffer
 from replay.policies import POLICIES, View
 from replay.staleness import Admission, Ticket
 from replay.storage import Record
 
-NOTHING = TensorDict({}, batch_size=[])
-
 
 def record(oldest: int, *, newest: int | None = None, degenerate: bool = False, magnitude: float = 0.0) -> Record:
     rewards = [1.0, 1.0] if degenerate else [0.0, 1.0]
     newest = oldest if newest is None else newest
-    return Record(NOTHING, [oldest, newest], newest, 4, rewards, degenerate, [4, 4], magnitude, 0)
+    return Record({}, [oldest, newest], newest, 4, rewards, degenerate, [4, 4], magnitude, 0)
 
 
 def newest_first(view: View) -> Iterable[int]:

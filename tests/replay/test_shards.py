@@ -112,10 +112,16 @@ def test_a_shard_is_copied_once_into_memory_that_the_channel_lends() -> None:
 def test_waste_is_what_stays_empty_in_rows_and_what_padding_would_cost() -> None:
     lengths = [10, 6, 4, 4]
     assert plan_shards(lengths, 1, 16) == [[[0, 1], [2, 3]]]
-    assert waste(lengths, 1, 16) == {"pack/waste": 1 - 24 / 32, "pack/padded_waste": 1 - 24 / (10 + 12 + 4)}
+    assert waste(lengths, plan_shards(lengths, 1, 16), 16) == {
+        "pack/waste": 1 - 24 / 32,
+        "pack/padded_waste": 1 - 24 / (10 + 12 + 4),
+    }
     assert plan_shards(lengths, 2, 16) == [[[0, 3]], [[1, 2]]]
-    assert waste(lengths, 2, 16) == {"pack/waste": 1 - 24 / 32, "pack/padded_waste": 1 - 24 / (10 + 12 + 4)}
-    assert waste([5, 5], 1, 10) == {"pack/waste": 0.0, "pack/padded_waste": 0.0}
+    assert waste(lengths, plan_shards(lengths, 2, 16), 16) == {
+        "pack/waste": 1 - 24 / 32,
+        "pack/padded_waste": 1 - 24 / (10 + 12 + 4),
+    }
+    assert waste([5, 5], [[[0, 1]]], 10) == {"pack/waste": 0.0, "pack/padded_waste": 0.0}
 
 
 def test_fewer_episodes_than_ranks_is_an_error() -> None:

@@ -17,12 +17,12 @@ from tensordict import TensorDict
 
 from apps.bench.peers import torchrl_replay
 from apps.bench.peers.torchrl_replay import ADD, ADD_MANY, LOAD, SAMPLE, SAVE
-from forge.batch import make_group
+from forge.batch import Arrays, make_group
 from forge.memory import peak_rss_bytes
 from forge.packing import first_fit, pack, pad
-from replay.buffer import ReplayBuffer
+from replay.buffer import Choice, ReplayBuffer
 from replay.persistence import JournalPlace, Persistence
-from replay.shards import make_shards
+from replay.shards import make_shards, plan_shards
 from replay.staleness import Admission
 from replay.storage import store
 
@@ -101,7 +101,7 @@ class Ours:
             ADD: self._add,
             ADD_MANY: self._add_many,
             SAMPLE: lambda: pad(self._take()),
-            PACKED: lambda: make_shards(self._take(), 1, ROW_TOKENS),
+            PACKED: self._take_packed,
         }
         seconds: list[float] = []
         while len(seconds) < repeats:
@@ -132,11 +132,20 @@ class Ours:
         for _ in range(self._work.many):
             self._add()
 
-    def _take(self) -> list[TensorDict]:
+    def _take(self) -> list[Arrays]:
+        return [record.arrays for record in self._choice().records]
+
+    def _take_packed(self) -> TensorDict:
+        records = self._choice().records
+        plan = plan_shards([n for record in records for n in record.lengths], 1, ROW_TOKENS)
+        (shard,) = make_shards([record.arrays for record in records], plan)
+        return shard
+
+    def _choice(self) -> Choice:
         choice = self._buffer.sample(self._version)
         assert choice is not None
         self._version += 1
-        return [record.group for record in choice.records]
+        return choice
 
     def _disk(self, work: str) -> float:
         """The replay's own way to the disk, synced; and back into an empty buffer."""
@@ -169,7 +178,7 @@ class Memcpy:
     def __init__(self, work: Work) -> None:
         (group,) = make_groups(work, 1)
         batch, sampled = work.batch // work.group_size, group.bytes()
-        packed = pack([store(group, 0).group], first_fit(group["lengths"].tolist(), ROW_TOKENS)).bytes()
+        packed = pack([store(group, 0).arrays], first_fit(group["lengths"].tolist(), ROW_TOKENS)).bytes()
         sizes = {ADD: sampled, ADD_MANY: sampled * work.many, SAMPLE: sampled * batch, PACKED: packed * batch}
         self._pairs = {name: [torch.ones(size, dtype=torch.uint8) for _ in range(2)] for name, size in sizes.items()}
 
