@@ -16,7 +16,7 @@ from tensordict import TensorDict
 
 from forge.batch import OPTIONAL_TOKEN_KEYS, is_packed
 from forge.errors import ConfigError
-from forge.packing import first_fit, flatten, pack, padded_cuts, row_episodes
+from forge.packing import episodes_of, first_fit, flatten, pack, padded_cuts, row_episodes, runs
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class MicroBatch:
     ref_logprobs: torch.Tensor | None = None
     token_rewards: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
     proximal_logprobs: torch.Tensor | None = None
 
     def unpack(self, values: torch.Tensor) -> torch.Tensor:
@@ -53,43 +54,49 @@ class MicroBatch:
 
 
 def micro_batches(
-    batch: TensorDict, max_tokens: int, *, packing: bool, episodes: Sequence[int] | None = None
+    batch: TensorDict, max_tokens: int, *, packing: bool, episodes: Sequence[int] | None = None, together: int = 1
 ) -> list[MicroBatch]:
     """The `episodes` of `batch`, all by default, in passes of at most `max_tokens` tokens, padding included.
 
     With `packing` the rows of a packed batch are the passes, unless one is longer than `max_tokens`: then, and
-    where only some episodes are wanted, they are packed anew. Raises ConfigError when one episode alone is longer.
+    where only some episodes are wanted, they are packed anew. Runs of `together` episodes stay beside each other in one
+    pass. Raises ConfigError when one run alone is longer.
     """
     flat = batch if is_packed(batch) else flatten(batch)
     if episodes is not None and len(episodes) < flat["lengths"].shape[0]:
-        return _of_some(flat, max_tokens, packing, episodes)
+        return _of_some(flat, max_tokens, packing, episodes, together)
     lengths = flat["lengths"].tolist()
-    longest = max(lengths)
+    longest = max(sum(run) if packing else max(run) * together for run in runs(lengths, together))
     if longest > max_tokens:
+        what = "an episode has" if together == 1 else f"{together} episodes that stay together have"
         raise ConfigError(
-            f"an episode has {longest} tokens, trainer.microbatch_tokens is {max_tokens}; raise it to {longest} or more"
+            f"{what} {longest} tokens, trainer.microbatch_tokens is {max_tokens}; raise it to {longest} or more"
         )
     if not packing:
-        return [_padded(flat, cut) for cut in padded_cuts(lengths, max_tokens)]
+        return [_padded(flat, cut) for cut in padded_cuts(lengths, max_tokens, together)]
     rows = row_episodes(flat) if "row_offsets" in flat else []
-    if not rows or any(sum(lengths[episode] for episode in row) > max_tokens for row in rows):
-        rows = first_fit(lengths, max_tokens)
+    fits = all(sum(lengths[episode] for episode in row) <= max_tokens and not len(row) % together for row in rows)
+    if not rows or not fits:
+        rows = first_fit(lengths, max_tokens, together)
         flat = pack([flat], rows)
     firsts = accumulate(map(len, rows), initial=0)
     return [_packed(flat, first, row) for first, row in zip(firsts, rows, strict=False)]
 
 
-def _of_some(flat: TensorDict, max_tokens: int, packing: bool, episodes: Sequence[int]) -> list[MicroBatch]:
+def _of_some(
+    flat: TensorDict, max_tokens: int, packing: bool, episodes: Sequence[int], together: int
+) -> list[MicroBatch]:
     if not episodes:
         return []
-    cuts = micro_batches(pack([flat], [episodes]), max_tokens, packing=packing)
+    cuts = micro_batches(pack([flat], [episodes]), max_tokens, packing=packing, together=together)
     return [replace(cut, rows=tuple(episodes[row] for row in cut.rows)) for cut in cuts]
 
 
-def empty_micro_batch(batch: TensorDict) -> MicroBatch:
+def empty_micro_batch(batch: TensorDict, together: int = 1) -> MicroBatch:
     """A pass that trains nothing, for a rank that has run out while others have not."""
     flat = batch if is_packed(batch) else flatten(batch)
-    micro = _padded(flat, [int(flat["lengths"].argmin())])
+    sizes = [max(run) for run in runs(flat["lengths"].tolist(), together)]
+    micro = _padded(flat, episodes_of([[sizes.index(min(sizes))]], together)[0])
     nothing = torch.zeros_like(micro.loss_mask)
     return replace(micro, mask=nothing, loss_mask=nothing)
 

@@ -8,7 +8,9 @@ from typing import Literal, TypeAlias, get_args
 from forge.corrections import CORRECTIONS
 from forge.errors import ConfigError
 from forge.kl import KL_ESTIMATORS, KlEstimator
+from forge.loss_input import Needs, needs_of
 from forge.policy_losses import LOSSES
+from forge.preference_losses import check_dpo
 from forge.registry import lookup
 from forge.token_advantages import TOKEN_ADVANTAGES
 
@@ -24,7 +26,8 @@ class LossConfig:
     """What the trainer minimises."""
 
     name: str = "ppo_clip"
-    """Loss per token: ppo_clip, decoupled_ppo, gspo, cispo, reinforce, or module:function for your own."""
+    """Loss per token: ppo_clip, decoupled_ppo, gspo, cispo, reinforce, nll, dpo, reverse_kl, or module:function for
+    your own."""
     clip_low: float = 0.2
     """The probability ratio is clipped below at 1 - clip_low; a fraction in [0, 1]."""
     clip_high: float = 0.28
@@ -62,7 +65,7 @@ class LossConfig:
     allow_off_policy: bool = False
     """Train a loss that ignores the policy that sampled at a staleness bound above 0 all the same."""
     params: dict[str, float] = field(default_factory=dict)
-    """Free numbers for a loss of your own, read as cfg.params['x']."""
+    """Free numbers for a loss of your own, read as cfg.params['x']; dpo reads beta and label_smoothing."""
 
     @property
     def per_token(self) -> bool:
@@ -74,9 +77,21 @@ class LossConfig:
         """Whether the loss reads log-probs under the weights at the start of the step."""
         return self.correction != "none" or self.name == "decoupled_ppo"
 
+    @property
+    def needs(self) -> Needs:
+        """What the loss asks of trainer and rollouts."""
+        return needs_of(lookup(self.name, LOSSES, "loss.name"))
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a frozen reference has to give its log-probs."""
+        return self.kl_weight > 0 or self.needs.reference
+
     def validate(self) -> None:
         """Raises ConfigError naming the first field that cannot work."""
         lookup(self.name, LOSSES, "loss.name")
+        if self.name == "dpo":
+            check_dpo(self)
         _require(self.clip_low, 0.0 <= self.clip_low <= 1.0, "loss.clip_low", "in [0, 1]")
         _require(self.clip_high, self.clip_high >= 0.0, "loss.clip_high", ">= 0")
         dual_ok = self.dual_clip is None or self.dual_clip > 1.0

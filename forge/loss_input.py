@@ -5,8 +5,9 @@ A loss sees everything as `[B, T]`, at least float32, and 0 outside the mask, so
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +15,34 @@ from torch import Tensor
 from forge.errors import SchemaError
 
 TokenLoss: TypeAlias = tuple[Tensor, dict[str, Tensor]]
-"""Loss per token `[B, T]`, and metrics per token `[B, T]` for means over its policy tokens."""
+"""Loss per token `[B, T]`, and metrics: per token `[B, T]` for means over policy tokens, or per episode `[B]`."""
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a loss asks of those who call it."""
+
+    reference: bool = False
+    """Log-probs under the frozen reference, whatever the KL weight."""
+    together: int = 1
+    """So many episodes in a row belong together: they must be in one pass, hence on one rank."""
+
+
+def needs(*, reference: bool = False, together: int = 1) -> Callable[[F], F]:
+    """Says of the loss below it what it needs, a user's own too."""
+
+    def mark(loss: F) -> F:
+        loss.__dict__["needs"] = Needs(reference, together)
+        return loss
+
+    return mark
+
+
+def needs_of(loss: Callable[..., Any]) -> Needs:
+    """What was said of `loss`; nothing where nothing was."""
+    found: Needs = getattr(loss, "needs", Needs())
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,7 +120,7 @@ def compute_loss(x: LossInput, cfg: LossConfig, global_denominator: Tensor | flo
     # A count, so the clamp acts only where nothing at all is trained.
     count = torch.as_tensor(global_denominator, device=loss.device).clamp(min=1)
     per_token = {**_common(x), **token_metrics}
-    metrics = {name: masked_sum(value, x.loss_mask) for name, value in per_token.items()}
+    metrics = {name: _sum_and_count(value, x.loss_mask) for name, value in per_token.items()}
     metrics["loss/policy"] = _pair(policy, denominator(x.loss_mask, cfg.aggregation))
     return LossOutput(loss=loss / count, metrics=metrics | _diagnostics(x))
 
@@ -168,6 +168,11 @@ def _diagnostics(x: LossInput) -> Metrics:
     if x.token_versions is None or x.policy_version is None:
         return out
     return {**out, "extra/engine_mismatch": engine_mismatch(x), "extra/staleness_ratio": staleness_ratio(x)}
+
+
+def _sum_and_count(value: Tensor, loss_mask: Tensor) -> Tensor:
+    """Of each policy token, or of each episode that has one."""
+    return masked_sum(value, loss_mask if value.dim() == 2 else loss_mask.any(dim=1))
 
 
 def _pair(total: Tensor, count: Tensor) -> Tensor:

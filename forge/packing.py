@@ -26,6 +26,7 @@ from forge.batch import (
     array,
     token_keys,
 )
+from forge.errors import SchemaError
 
 _DTYPES = TOKEN_KEYS | OPTIONAL_TOKEN_KEYS | EPISODE_KEYS | PACKED_KEYS
 _NUMPY = {key: torch.empty(0, dtype=dtype).numpy().dtype for key, dtype in _DTYPES.items()}
@@ -65,11 +66,14 @@ def as_tensors(flat: Arrays) -> TensorDict:
     return TensorDict({key: torch.from_numpy(value) for key, value in flat.items()}, batch_size=[])
 
 
-def first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def first_fit(lengths: Sequence[int], max_tokens: int, together: int = 1) -> list[list[int]]:
     """The episodes of those `lengths` in rows of at most `max_tokens`, longest first, each into the first that fits.
 
-    At most 11/9 of the fewest possible rows, and one (Dosa 2007). A longer episode gets a row of its own.
+    At most 11/9 of the fewest possible rows, and one (Dosa 2007). A longer episode gets a row of its own. With
+    `together`, runs of so many episodes stay beside each other in one row, as pairs have to.
     """
+    if together > 1:
+        return episodes_of(first_fit([sum(run) for run in runs(lengths, together)], max_tokens), together)
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     rows: list[list[int]] = []
     open_rows: list[list[int]] = []  # without those that have no room for the shortest
@@ -95,8 +99,11 @@ def _first(rooms: Sequence[int], length: int) -> int:
     return len(rooms)
 
 
-def padded_cuts(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def padded_cuts(lengths: Sequence[int], max_tokens: int, together: int = 1) -> list[list[int]]:
     """The same episodes in rectangles of at most `max_tokens`, padding included, neighbours in length together."""
+    if together > 1:
+        widths = [max(run) for run in runs(lengths, together)]
+        return episodes_of(padded_cuts(widths, max_tokens // together), together)
     cuts: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         # The first of a cut is its longest: every other costs as much.
@@ -107,9 +114,22 @@ def padded_cuts(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return cuts
 
 
-def padded_size(lengths: Sequence[int], max_tokens: int) -> int:
+def padded_size(lengths: Sequence[int], max_tokens: int, together: int = 1) -> int:
     """Tokens of `padded_cuts`, padding included."""
-    return sum(lengths[cut[0]] * len(cut) for cut in padded_cuts(lengths, max_tokens))
+    cuts = padded_cuts(lengths, max_tokens, together)
+    return sum(max(lengths[episode] for episode in cut[:together]) * len(cut) for cut in cuts)
+
+
+def runs(values: Sequence[int], together: int) -> list[Sequence[int]]:
+    """`values` in runs of `together`. Raises SchemaError when they do not come out even."""
+    if len(values) % together:
+        raise SchemaError(f"{len(values)} episodes are no multiple of {together}, and so many must stay together")
+    return [values[start : start + together] for start in range(0, len(values), together)]
+
+
+def episodes_of(rows: Sequence[Sequence[int]], together: int) -> list[list[int]]:
+    """Rows of runs as rows of the runs' episodes."""
+    return [[run * together + place for run in row for place in range(together)] for row in rows]
 
 
 def pack(groups: Sequence[Flat], rows: Sequence[Sequence[int]], alloc: Alloc | None = None) -> TensorDict:

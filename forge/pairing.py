@@ -14,10 +14,12 @@ from forge.loss_config import LossConfig
 
 @dataclass(frozen=True)
 class Pairing:
-    """What a loss does about the policy that sampled a token; without `uses_behavior` it holds at a bound of 0 only."""
+    """What a loss does about the policy that sampled a token; without `uses_behavior` it holds at a bound of 0 only,
+    unless what it says holds for tokens from `anyone`."""
 
     uses_behavior: bool
     how: str
+    anyone: bool = False
 
 
 LOSS_STALENESS: dict[str, Pairing] = {
@@ -26,6 +28,9 @@ LOSS_STALENESS: dict[str, Pairing] = {
     "cispo": Pairing(True, "ratio to the sampler as a clipped weight"),
     "decoupled_ppo": Pairing(True, "weight to the sampler, ratio to the start of the step"),
     "reinforce": Pairing(False, "ignores the sampler"),
+    "nll": Pairing(False, "ignores the sampler; for data that no policy sampled"),
+    "dpo": Pairing(False, "compares two answers, whoever wrote them", anyone=True),
+    "reverse_kl": Pairing(True, "ratio to the sampler, clipped: one token"),
     "tis": Pairing(True, "weight of a token, truncated above"),
     "seq_tis": Pairing(True, "weight of a sequence, truncated above"),
     "icepop": Pairing(True, "weight of a token, 0 outside two limits"),
@@ -41,6 +46,8 @@ def check_pairing(loss: LossConfig, max_staleness: int) -> None:
     `loss.allow_off_policy` turns this off.
     """
     if max_staleness == 0 or loss.allow_off_policy or loss.name not in LOSS_STALENESS:
+        return
+    if LOSS_STALENESS[loss.name].anyone:
         return
     if any(LOSS_STALENESS[name].uses_behavior for name in (loss.name, loss.correction) if name in LOSS_STALENESS):
         return

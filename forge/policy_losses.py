@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from forge.corrections import anchor_logprobs, behavior_weights, proximal, sequence_mean
-from forge.kl import bounded_exp, probability_ratio
-from forge.loss_input import LossInput, TokenLoss
+from forge.kl import bounded_exp, kl_divergence, probability_ratio
+from forge.loss_input import LossInput, TokenLoss, needs
+from forge.preference_losses import dpo
 
 if TYPE_CHECKING:
     from forge.loss_config import LossConfig
@@ -62,12 +63,33 @@ def reinforce(x: LossInput, cfg: LossConfig) -> TokenLoss:
     return -x.advantages * x.policy_logprobs, {}
 
 
+def nll(x: LossInput, cfg: LossConfig) -> TokenLoss:
+    """`-policy`: maximum likelihood of the tokens as they stand, the loss of supervised fine-tuning."""
+    return -x.policy_logprobs, {}
+
+
+@needs(reference=True)
+def reverse_kl(x: LossInput, cfg: LossConfig) -> TokenLoss:
+    """PPO clip with `A = stopgrad(ref - policy)`: the student samples, the reference is its teacher.
+
+    On policy its gradient is that of KL(student || teacher) at each token, given what came before (Agarwal et al. 2024;
+    Lu et al. 2025). Reads no reward. loss/kl is that KL, by `kl_estimator`.
+    """
+    ref = x.need("ref_logprobs", "loss.name reverse_kl takes them for the teacher's")
+    ratio = probability_ratio(x.policy_logprobs, anchor_logprobs(x, cfg))
+    loss, metrics = _clipped(ratio, (ref - x.policy_logprobs).detach(), cfg)
+    return loss, {**metrics, "loss/kl": kl_divergence(x.policy_logprobs, ref, cfg.kl_estimator)}
+
+
 LOSSES: dict[str, Callable[[LossInput, LossConfig], TokenLoss]] = {
     "ppo_clip": ppo_clip,
     "decoupled_ppo": decoupled_ppo,
     "gspo": gspo,
     "cispo": cispo,
     "reinforce": reinforce,
+    "nll": nll,
+    "dpo": dpo,
+    "reverse_kl": reverse_kl,
 }
 
 

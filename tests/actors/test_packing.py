@@ -114,3 +114,22 @@ def test_an_episode_over_the_budget_is_an_error_that_says_what_to_raise(packing:
     for td in (batch(), packed(8)):
         with pytest.raises(ConfigError, match=r"an episode has 9 tokens, trainer\.microbatch_tokens is 8"):
             micro_batches(td, 8, packing=packing)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("form", [batch, lambda: packed(13)])
+@pytest.mark.parametrize("episodes", [None, [0, 1, 4, 5]])
+def test_pairs_stay_in_one_pass_beside_each_other(
+    form: Callable[[], TensorDict], packing: bool, episodes: list[int] | None
+) -> None:
+    cuts = micro_batches(form(), 18, packing=packing, episodes=episodes, together=2)
+    assert len(cuts) > 1
+    found = sorted(cut.rows[i : i + 2] for cut in cuts for i in range(0, len(cut.rows), 2))
+    assert found == [(row, row + 1) for row in (episodes or range(6))[::2]]
+    assert all(cut.tokens.numel() <= 18 for cut in cuts)
+    assert len(empty_micro_batch(form(), 2).rows) == 2
+
+
+def test_a_pair_that_is_too_long_for_a_pass_says_so() -> None:
+    with pytest.raises(ConfigError, match=r"2 episodes that stay together have 18 tokens, trainer\.microbatch_tokens"):
+        micro_batches(batch(), 17, packing=False, together=2)

@@ -226,3 +226,27 @@ def test_the_keys_of_a_batch_are_those_of_the_schema() -> None:
     td["extra"] = torch.zeros(1)
     assert "extra" not in flatten(td)
     assert set(EPISODE_KEYS) < set(flatten(td).keys())
+
+
+# Episodes that stay together
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 100), st.sampled_from([2, 3]))
+def test_runs_stay_together_in_every_cut(lengths: list[int], max_tokens: int, together: int) -> None:
+    lengths = [n for n in lengths for _ in range(together)]
+    for cut in (first_fit, padded_cuts):
+        rows = cut(lengths, max_tokens, together)
+        assert sorted(episode for row in rows for episode in row) == list(range(len(lengths)))
+        starts = [row[i : i + together] for row in rows for i in range(0, len(row), together)]
+        assert all(run == list(range(run[0], run[0] + together)) and run[0] % together == 0 for run in starts)
+    sizes = [sum(lengths[i] for i in row) for row in first_fit(lengths, max_tokens, together)]
+    assert all(size <= max_tokens or len(row) == together for size, row in zip(sizes, rows, strict=False))
+    cuts = padded_cuts(lengths, max_tokens, together)
+    sizes = [max(lengths[i] for i in cut) * len(cut) for cut in cuts]
+    assert all(size <= max_tokens or len(cut) == together for size, cut in zip(sizes, cuts, strict=True))
+    assert padded_size(lengths, max_tokens, together) == sum(sizes)
+
+
+def test_a_torn_run_is_an_error() -> None:
+    with pytest.raises(SchemaError, match=r"3 episodes are no multiple of 2"):
+        first_fit([1, 2, 3], 10, together=2)

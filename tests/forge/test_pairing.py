@@ -20,7 +20,7 @@ def test_every_loss_and_every_correction_is_in_the_table() -> None:
 def test_a_loss_that_ignores_who_sampled_is_refused_above_a_bound_of_zero(name: str) -> None:
     loss = LossConfig(name=name)
     check_pairing(loss, 0)
-    if LOSS_STALENESS[name].uses_behavior:
+    if LOSS_STALENESS[name].uses_behavior or LOSS_STALENESS[name].anyone:
         check_pairing(loss, 4)
         return
     text = rf"replay\.max_staleness is 1, loss\.name {name}, which ignores .*use ppo_clip, .*allow_off_policy"

@@ -25,13 +25,16 @@ from torch import Tensor
 from torch.nn.functional import pad as widen
 
 from forge.corrections import CORRECTIONS
+from forge.loss_input import needs_of
 from forge.losses import AGGREGATIONS, LOSSES, LossInput, add_metrics, compute_loss, denominator, metric_means
 from forge.packing import pack, pad
 from forge.policy_losses import clipped_value_loss
 
+SINGLE = [name for name, loss in LOSSES.items() if needs_of(loss).together == 1]
+"""Losses of one episode; those of pairs are in test_preference_losses.py."""
 EVERY = [
     (name, correction)
-    for name in LOSSES
+    for name in SINGLE
     for correction in ("none", *CORRECTIONS)
     if name != "decoupled_ppo" or correction == "none"
 ]
@@ -114,7 +117,10 @@ def test_every_golden_gradient_is_held_against_a_loss() -> None:
 def surrogate(x: LossInput, cfg: Any) -> Any:
     """The loss as a function of log-probs for which autograd and differences agree: what is detached stays put."""
     frozen = x.policy_logprobs
-    if cfg.name == "cispo":
+    if cfg.name == "reverse_kl":
+        assert x.ref_logprobs is not None
+        x, cfg = replace(x, advantages=x.ref_logprobs - frozen), replace(cfg, name="ppo_clip")
+    elif cfg.name == "cispo":
         weight = (frozen - x.behavior_logprobs).exp().clamp(1.0 - cfg.clip_low, 1.0 + cfg.clip_high)
         x, cfg = replace(x, advantages=weight * x.advantages[:, None]), replace(cfg, name="reinforce")
     elif cfg.name == "gspo":
@@ -125,7 +131,7 @@ def surrogate(x: LossInput, cfg: Any) -> Any:
     return lambda logprobs: run(replace(x, policy_logprobs=logprobs), cfg).loss
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", SINGLE)
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_the_gradient_is_that_of_finite_differences_on_both_signs(name: str, aggregation: str, sign: float) -> None:
@@ -212,7 +218,10 @@ def test_far_off_tokens_give_finite_numbers() -> None:
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_on_policy_every_loss_has_the_gradient_of_reinforce(name: str, correction: str, aggregation: str) -> None:
     x = random_input(spread=0.0)
+    x = replace(x, ref_logprobs=x.policy_logprobs + x.advantages[:, None])  # a teacher that thinks as the reward does
     grad = value_and_grad(x, make_config(aggregation, name=name, correction=correction))[1]
+    if name == "nll":
+        x = replace(x, advantages=torch.ones_like(x.advantages))  # whatever was sampled is right
     torch.testing.assert_close(grad, value_and_grad(x, make_config(aggregation, name="reinforce"))[1])
 
 
