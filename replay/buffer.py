@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from typing import Any, Literal
 
@@ -92,9 +92,8 @@ class ReplayBuffer:
         if self.admission.free == 0 or not self._has_memory():
             return None
         prompt = self._draw()  # first: where it raises, no slot is taken
-        ticket = self.admission.reserve()
+        ticket = self.admission.reserve(prompt)
         assert ticket is not None
-        ticket = replace(ticket, prompt=prompt)
         self._slots[ticket.seq] = Slot(ticket, self._clock(), ticket.version)
         self._versions[ticket.version] += 1
         self._say(Reserve(ticket.seq, ticket.version, prompt, self._count(groups_reserved=1)))

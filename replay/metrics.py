@@ -84,7 +84,10 @@ def discard_rates(outcomes: Iterable[tuple[int, bool]]) -> dict[str, float]:
     `outcomes`: length in tokens and whether it was dropped, of each episode that ended. Rates that rise with
     the length say that the policy is trained on what was quick to make. Groups that never came have no length.
     """
-    dropped = [was_dropped for _, was_dropped in sorted(outcomes, key=itemgetter(0))]
+    ended, was_dropped = list(outcomes), itemgetter(1)
+    if any(map(was_dropped, ended)):  # else their order says nothing
+        ended.sort(key=itemgetter(0))
+    dropped = list(map(was_dropped, ended))
     bounds = [-(-quarter * len(dropped) // QUARTILES) for quarter in range(QUARTILES + 1)]
     quarters = enumerate((dropped[start:stop] for start, stop in pairwise(bounds)), start=1)
     return {f"discard/q{n}": sum(quarter) / len(quarter) for n, quarter in quarters if quarter}

@@ -83,13 +83,13 @@ class Admission:
         """Slots that `reserve` can still hand out; 0 also while more are held than there are."""
         return max(0, self.slots - self.live - self.unreleased)
 
-    def reserve(self) -> Ticket | None:
-        """The next ticket, or None while no slot is free."""
+    def reserve(self, prompt: Any = None) -> Ticket | None:
+        """The next ticket, with `prompt`, or None while no slot is free."""
         if self.free == 0:
             return None
         self.live += 1
         self._next_seq += 1
-        return Ticket(self._next_seq - 1, self.released)
+        return Ticket(self._next_seq - 1, self.released, prompt)
 
     def give_back(self) -> None:
         """A live group will never be trained: its slot is free at once."""

@@ -74,14 +74,15 @@ def summarize(group: TensorDict) -> Record:
     """
     flat = group if is_packed(group) else flatten(group)
     arrays = {key: array(cast(torch.Tensor, value)) for key, value in flat.items()}
+    rewards = arrays["rewards"].tolist()
+    if not all(map(math.isfinite, rewards)):
+        raise SchemaError(f"rewards must be finite, got {rewards}; a reward of nan would reach every weight")
     return _record(arrays, np.where(arrays["loss_mask"], arrays["token_versions"], -1))
 
 
 def _record(flat: Arrays, versions: NDArray[Any]) -> Record:
     """`versions` are -1 where nothing is trained."""
     rewards, lengths = flat["rewards"].tolist(), flat["lengths"].tolist()
-    if not all(map(math.isfinite, rewards)):
-        raise SchemaError(f"rewards must be finite, got {rewards}; a reward of nan would reach every weight")
     # Read as unsigned, -1 is larger than any version.
     oldest = np.minimum.reduceat(versions.view(np.uint64), list(accumulate(lengths[:-1], initial=0))).view(np.int64)
     return Record(

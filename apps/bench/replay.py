@@ -10,10 +10,12 @@ and keeps groups, versions and a memory budget; TorchRL's does not. Work:
     add, add_many      one group; 64 groups (TorchRL: in one call, ours one by one, as they come)
     sample             64 episodes, padded [64, 512]: what TorchRL's trainers take
     sample_packed      the same as a packed batch, rows of 4096 tokens with positions: what ours takes
-    save, load         all episodes to the disk (ours: synced, by the journal's snapshot) and back
+    save, load         all episodes to the disk (ours: synced, by the journal's snapshot) and back; memcpy: as one
+                       file, synced
     hand-over          stored groups -> packed in shared memory -> mapped by another actor, one message included
     actor              ReplayActor by messages and channel, against groups as JSON over HTTP: the server of Atropos
-                       (no versions), and the least that a program can do (apps/bench/peers/http_buffer.py)
+                       (no versions), and the least that a program can do (apps/bench/peers/http_buffer.py). The
+                       limit: the same messages empty; of a sample a thread and a memcpy of the batch besides
 
 Where there is no venv with a peer its columns are empty, and its goals not met.
 """
@@ -27,25 +29,34 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from monarch.actor import shutdown_context, this_host
+from monarch.actor import shutdown_context
 
 from apps.bench.harness import rates
-from apps.bench.harness.replay_actors import EMPTY, MEMCPY, SHARD, Atropos, HandOver, HttpBuffer, OurActor, Rank
+from apps.bench.harness.replay_actors import (
+    ATROPOS,
+    EMPTY,
+    HTTP,
+    LIMIT,
+    MEMCPY,
+    SHARD,
+    measure_actor,
+    measure_hand_over,
+)
 from apps.bench.harness.replay_buffers import (
+    OURS,
     PACKED,
     Memcpy,
     Ours,
     System,
+    Times,
     TorchRL,
     TorchRLProcess,
     Work,
     find_python,
-    make_groups,
 )
 from apps.bench.harness.result import Column, Goal, Result, machine, rows_table, show
 from apps.bench.peers.torchrl_replay import ADD, ADD_MANY, LOAD, SAMPLE, SAVE, STORAGES
@@ -57,17 +68,9 @@ ATROPOS_SETUP = (
     "python3 -m venv .venv-atropos && .venv-atropos/bin/pip install -r apps/bench/peers/atropos.txt && "
     ".venv-atropos/bin/pip install --no-deps atroposlib==0.4.0"
 )
-OURS, RAGGED, COPY = "ours", "ours, ragged", "memcpy"
-HTTP, ATROPOS = "plain HTTP", "Atropos"
+RAGGED, COPY = "ours, ragged", "memcpy"
 TENSOR_STORAGES = STORAGES[:2]
 REPEATS = {ADD: 40, ADD_MANY: 2, SAMPLE: 20, PACKED: 20, SAVE: 1, LOAD: 1}
-HAND_OVER_TOKENS = (512, 4096, 32768)
-"""Of each of the 64 episodes: about 1, 9 and 70 MB."""
-ACTOR_GROUPS = 64
-PRODUCERS = 8
-
-Times = dict[tuple[str, str], list[float]]
-"""(work, system) -> seconds, one a round."""
 
 
 def measure_buffers(systems: Mapping[str, System], rounds: int) -> Times:
@@ -102,72 +105,6 @@ def buffer_rows(times: Times, names: Sequence[str]) -> list[dict[str, Any]]:
     return rows
 
 
-async def measure_hand_over(work: Work, rounds: int, peaks: dict[str, int]) -> list[dict[str, Any]]:
-    """One row a length of episodes."""
-    rank = this_host().spawn_procs(name="rank").spawn("rank", Rank)
-    rows = []
-    for tokens in HAND_OVER_TOKENS:
-        shard = HandOver(replace(work, tokens=tokens), rank)
-        await shard.verify()
-        ways: dict[str, list[float]] = {SHARD: [], MEMCPY: [], EMPTY: []}
-        for number in range(-3, rounds):
-            for name in rates.turns(list(ways), number):
-                seconds = await shard.seconds(name)
-                if number >= 0:
-                    ways[name].append(seconds)
-        rows.append(
-            {
-                "part": "hand-over",
-                "name": f"{work.batch} episodes of {tokens} tokens",
-                "mb": round(shard.nbytes / 1e6, 1),
-                **{f"{name}, ms": round(1e3 * statistics.median(values), 3) for name, values in ways.items()},
-                "over_memcpy": round(rates.ratio(ways[SHARD], ways[MEMCPY]), 3),
-            }
-        )
-    peaks["trainer's rank"] = await rank.peak_bytes.call_one()
-    return rows
-
-
-async def measure_actor(work: Work, rounds: int, atropos: str | None, peaks: dict[str, int]) -> list[dict[str, Any]]:
-    """Adding and sampling through messages, and through HTTP."""
-    groups = make_groups(work, ACTOR_GROUPS)
-    per_group = 1 / len(groups)
-    times: Times = {}
-
-    def add_time(work: str, system: str, seconds: float) -> None:
-        times.setdefault((work, system), []).append(seconds)
-
-    with contextlib.ExitStack() as stack:
-        served = {HTTP: stack.enter_context(contextlib.closing(HttpBuffer(work)))}
-        if atropos is not None:
-            served[ATROPOS] = stack.enter_context(contextlib.closing(Atropos(work, atropos)))
-        ours = OurActor(work)
-        await ours.add(groups, 1)
-        await ours.sample()
-        for _ in range(rounds):
-            add_time("one producer", OURS, per_group * await ours.add(groups, 1))
-            add_time("producers", OURS, per_group * await ours.add(groups, PRODUCERS))
-            add_time(SAMPLE, OURS, statistics.median([await ours.sample() for _ in range(16)]))
-            for name, peer in served.items():
-                seconds = per_group * await asyncio.to_thread(peer.add, groups)
-                add_time("one producer", name, seconds)
-                add_time("producers", name, seconds)
-                sampled = [await asyncio.to_thread(peer.sample) for _ in range(8)]
-                add_time(SAMPLE, name, statistics.median(sampled))
-        peaks |= {name: peer.peak_bytes() for name, peer in served.items()}
-    titles = {
-        "one producer": "add one group, one producer",
-        "producers": f"add one group, {PRODUCERS} producers",
-        SAMPLE: f"sample {work.batch} episodes",
-    }
-    rows = []
-    for key, title in titles.items():
-        row: dict[str, Any] = {"part": "actor", "name": title}
-        row |= {f"{name}, ms": round(1e3 * statistics.median(times[key, name]), 3) for name in (OURS, *served)}
-        rows.append(row | {f"x {name}": round(rates.ratio(times[key, name], times[key, OURS]), 2) for name in served})
-    return rows
-
-
 def make_goals(rows: Sequence[Mapping[str, Any]]) -> list[Goal]:
     """What the project set itself; None where the peer did not run."""
     by_name = {(row["part"], row["name"]): row for row in rows}
@@ -178,13 +115,19 @@ def make_goals(rows: Sequence[Mapping[str, Any]]) -> list[Goal]:
 
     hand_over = [row for row in rows if row["part"] == "hand-over"][-1]
     _, added, sampled = (row for row in rows if row["part"] == "actor")
+
+    def actor(work: str, row: Mapping[str, Any]) -> Goal:
+        limit = row.get(f"{LIMIT} x {ATROPOS}")
+        allowed = "" if limit is None else f" (its messages, empty: {limit:g})"
+        return Goal(f"actor, {work}: x {ATROPOS}{allowed}", row.get(f"x {ATROPOS}"), 100.0, "least")
+
     return [
         Goal("add one group: x TorchRL's faster tensor storage", least(ADD, TENSOR_STORAGES), 2.0, "least"),
         Goal("sample 64: x TorchRL's best storage", least(SAMPLE, STORAGES), 1.0, "least"),
         Goal("sample 64 packed: x TorchRL's best storage", least(PACKED, STORAGES), 1.0, "least"),
         Goal(f"hand-over of {hand_over['mb']:g} MB: x memcpy", hand_over["over_memcpy"], 1.5, "most"),
-        Goal(f"actor, add one group: x {ATROPOS}", added.get(f"x {ATROPOS}"), 100.0, "least"),
-        Goal(f"actor, sample 64: x {ATROPOS}", sampled.get(f"x {ATROPOS}"), 100.0, "least"),
+        actor("add one group", added),
+        actor("sample 64", sampled),
     ]
 
 
@@ -195,8 +138,8 @@ def tables(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Any]
     found = [*(Column(f"{name}, ms", f"{name}, ms", ".3f") for name in names)]
     found += [Column(f"x {name}", f"x {name}", ".2f") for name in names if name not in (OURS, RAGGED)]
     across = [Column(f"{name}, ms", f"{name}, ms", ".3f") for name in (SHARD, MEMCPY, EMPTY)]
-    actor = [Column(f"{name}, ms", f"{name}, ms", ".2f") for name in (OURS, HTTP, ATROPOS)]
-    actor += [Column(f"x {name}", f"x {name}", ".1f") for name in (HTTP, ATROPOS)]
+    actor = [Column(f"{name}, ms", f"{name}, ms", ".2f") for name in (OURS, LIMIT, HTTP, ATROPOS)]
+    actor += [Column(name, name, ".1f") for name in (f"x {HTTP}", f"x {ATROPOS}", f"{LIMIT} x {ATROPOS}")]
     return [
         rows_table("in one process; x: how often ours fits into the other's time", parts["buffer"], [work, *found]),
         rows_table(

@@ -1,23 +1,23 @@
-"""What `apps.bench.replay` times between processes: the hand-over of a batch, our actor, a buffer behind HTTP."""
+"""What `apps.bench.replay` times between processes: the hand-over of a batch; our actor, its limit and its peers."""
 
 from __future__ import annotations
 
 import asyncio
-import http.client
+import contextlib
 import itertools
-import json
-import socket
-import subprocess
-import sys
+import statistics
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
 from monarch.actor import Actor, endpoint, this_host
 from tensordict import TensorDict
 
-from apps.bench.harness.replay_buffers import ROW_TOKENS, Work, make_groups
-from apps.bench.peers import http_buffer
+from apps.bench.harness import rates
+from apps.bench.harness.replay_buffers import OURS, ROW_TOKENS, Times, Work, make_groups
+from apps.bench.harness.replay_http import Atropos, HttpBuffer
+from apps.bench.peers.torchrl_replay import SAMPLE
 from forge.batch import check_packed
 from forge.channel import Handle, Pool
 from forge.memory import peak_rss_bytes
@@ -28,6 +28,11 @@ from replay.shards import hand_over
 from replay.storage import store
 
 SHARD, MEMCPY, EMPTY = "hand-over", "memcpy", "message"
+HTTP, ATROPOS, LIMIT = "plain HTTP", "Atropos", "limit"
+HAND_OVER_TOKENS = (512, 4096, 32768)
+"""Of each of the 64 episodes: about 1, 9 and 70 MB."""
+ACTOR_GROUPS = 64
+PRODUCERS = 8
 
 
 class Rank(Actor):
@@ -61,9 +66,9 @@ class HandOver:
     def __init__(self, work: Work, rank: Any) -> None:
         self._rank, self._pool = rank, Pool()
         self._groups = [
-            store(group, number).group for number, group in enumerate(make_groups(work, work.batch // work.group_size))
+            store(group, number).arrays for number, group in enumerate(make_groups(work, work.batch // work.group_size))
         ]
-        lengths = [n for group in self._groups for n in group["lengths"].tolist()]
+        lengths = [n for arrays in self._groups for n in arrays["lengths"].tolist()]
         self._row = max(ROW_TOKENS, *lengths)
         self.nbytes = pack(self._groups, first_fit(lengths, self._row)).bytes()
         self._source = torch.ones(self.nbytes, dtype=torch.uint8)
@@ -71,7 +76,7 @@ class HandOver:
 
     async def verify(self) -> None:
         """Raises when what arrives is not what was stored."""
-        wanted = sum(float(group["behavior_logprobs"].double().sum()) for group in self._groups)
+        wanted = sum(float(arrays["behavior_logprobs"].sum(dtype="float64")) for arrays in self._groups)
         got = await self._rank.checked_sum.call_one(self._send())
         if abs(got - wanted) > 1e-6 * abs(wanted):
             raise RuntimeError(f"the batch arrived with sum {got}, {wanted} was sent; do not trust the times")
@@ -131,95 +136,106 @@ class OurActor:
         return seconds
 
 
-class HttpBuffer:
-    """A program that serves groups over HTTP, and a client with one connection that makes tensors of its answers."""
+class EmptyMessages:
+    """The limit of an actor: what the messages of the same work take when they carry and cause nothing.
+
+    Adding a group is two, `reserve` and `add`. A sample is one, and the copy that makes a batch of groups: in a
+    thread, since it may have to wait for memory.
+    """
 
     def __init__(self, work: Work) -> None:
-        self._per_batch = work.batch // work.group_size
-        self._start([sys.executable, http_buffer.__file__], None)
+        self._actor = this_host().spawn_procs(name="idle").spawn("idle", Rank)
+        nbytes = work.batch // work.group_size * make_groups(work, 1)[0].bytes()
+        self._batch, self._copy = torch.ones(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
 
-    def _start(self, command: list[str], port: int | None) -> None:
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        port = port or int(self._process.stdout.readline())
-        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    async def add(self, groups: list[TensorDict], producers: int) -> float:
+        """Seconds, as `OurActor.add`."""
+        left = iter(groups)
 
-    def add(self, groups: list[TensorDict]) -> float:
-        """Seconds until all are in."""
+        async def produce() -> None:
+            for _ in left:
+                await self._actor.receive.call_one(None)
+                await self._actor.receive.call_one(None)
+
         start = time.perf_counter()
-        for group in groups:
-            self._ask("POST", "/scored_data", self._plain(group))
+        await asyncio.gather(*(produce() for _ in range(producers)))
         return time.perf_counter() - start
 
-    def sample(self) -> float:
-        """Seconds until the batch is there as tensors."""
+    async def sample(self) -> float:
+        """Seconds, as `OurActor.sample`."""
         start = time.perf_counter()
-        groups = self._batch()
-        for key in groups[0]:
-            torch.tensor([row for group in groups for row in group[key]])
+        await self._actor.receive.call_one(None)
+        await asyncio.to_thread(self._copy.copy_, self._batch)
         return time.perf_counter() - start
 
-    def peak_bytes(self) -> int:
-        """Memory, at most, of the server."""
-        return peak_rss_bytes(self._process.pid)
 
-    def close(self) -> None:
-        """Ends the program."""
-        self._connection.close()
-        self._process.communicate(timeout=60)
+async def measure_hand_over(work: Work, rounds: int, peaks: dict[str, int]) -> list[dict[str, Any]]:
+    """One row a length of episodes."""
+    rank = this_host().spawn_procs(name="rank").spawn("rank", Rank)
+    rows = []
+    for tokens in HAND_OVER_TOKENS:
+        shard = HandOver(replace(work, tokens=tokens), rank)
+        await shard.verify()
+        ways: dict[str, list[float]] = {SHARD: [], MEMCPY: [], EMPTY: []}
+        for number in range(-3, rounds):
+            for name in rates.turns(list(ways), number):
+                seconds = await shard.seconds(name)
+                if number >= 0:
+                    ways[name].append(seconds)
+        rows.append(
+            {
+                "part": "hand-over",
+                "name": f"{work.batch} episodes of {tokens} tokens",
+                "mb": round(shard.nbytes / 1e6, 1),
+                **{f"{name}, ms": round(1e3 * statistics.median(values), 3) for name, values in ways.items()},
+                "over_memcpy": round(rates.ratio(ways[SHARD], ways[MEMCPY]), 3),
+            }
+        )
+    peaks["trainer's rank"] = await rank.peak_bytes.call_one()
+    return rows
 
-    def _plain(self, group: TensorDict) -> dict[str, Any]:
-        return {key: value.tolist() for key, value in group.items()}
 
-    def _batch(self) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = self._ask("GET", f"/batch/{self._per_batch}", None)
-        return groups
+async def measure_actor(work: Work, rounds: int, atropos: str | None, peaks: dict[str, int]) -> list[dict[str, Any]]:
+    """Adding and sampling through messages, and through HTTP."""
+    groups = make_groups(work, ACTOR_GROUPS)
+    per_group = 1 / len(groups)
+    times: Times = {}
 
-    def _ask(self, method: str, path: str, value: Any) -> Any:
-        body = None if value is None else json.dumps(value)
-        self._connection.request(method, path, body, {"Content-Type": "application/json"})
-        return json.loads(self._connection.getresponse().read())
+    def note(system: str, one: float, producers: float, samples: list[float]) -> None:
+        found = {
+            "one producer": per_group * one,
+            "producers": per_group * producers,
+            SAMPLE: statistics.median(samples),
+        }
+        for key, seconds in found.items():
+            times.setdefault((key, system), []).append(seconds)
 
-
-class Atropos(HttpBuffer):
-    """The server of Atropos, in the Python of a venv that has it. It has no place for versions."""
-
-    _KEYS = ("tokens", "masks", "inference_logprobs", "scores")
-
-    def __init__(self, work: Work, python: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        server = ["-m", "uvicorn", "atroposlib.api.server:app", "--host", "127.0.0.1", "--port", str(port)]
-        self._start([python, *server, "--log-level", "warning", "--timeout-keep-alive", "600"], port)
-        self._wait_until_it_serves()
-        registration = {"wandb_group": "", "wandb_project": "", "batch_size": work.batch, "max_token_len": work.tokens}
-        registration |= {"checkpoint_dir": "", "save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 10**9}
-        self._ask("POST", "/register", registration)
-        self._ask("GET", "/batch", None)  # the trainer has started
-
-    def close(self) -> None:
-        """Ends the program."""
-        self._connection.close()
-        self._process.terminate()
-        self._process.communicate(timeout=60)
-
-    def _wait_until_it_serves(self, deadline_s: float = 60.0) -> None:
-        deadline = time.monotonic() + deadline_s
-        while True:
-            try:
-                self._ask("GET", "/", None)
-                return
-            except ConnectionRefusedError:
-                self._connection.close()
-                if self._process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"Atropos does not serve after {deadline_s:g} s; see its output above") from None
-                time.sleep(0.05)
-
-    def _plain(self, group: TensorDict) -> dict[str, Any]:
-        keys = ("tokens", "loss_mask", "behavior_logprobs", "rewards")
-        values = {name: group[key].tolist() for name, key in zip(self._KEYS, keys, strict=True)}
-        return values | {"masks": group["loss_mask"].long().tolist()}
-
-    def _batch(self) -> list[dict[str, Any]]:
-        return [{key: group[key] for key in self._KEYS} for group in self._ask("GET", "/batch", None)["batch"]]
+    with contextlib.ExitStack() as stack:
+        served = {HTTP: stack.enter_context(contextlib.closing(HttpBuffer(work)))}
+        if atropos is not None:
+            served[ATROPOS] = stack.enter_context(contextlib.closing(Atropos(work, atropos)))
+        actors: dict[str, OurActor | EmptyMessages] = {OURS: OurActor(work), LIMIT: EmptyMessages(work)}
+        for number in range(rounds + 1):
+            for name in rates.turns(list(actors), number):
+                actor = actors[name]
+                one, many = await actor.add(groups, 1), await actor.add(groups, PRODUCERS)
+                note(name, one, many, [await actor.sample() for _ in range(16)])
+            for name, peer in served.items():
+                seconds = await asyncio.to_thread(peer.add, groups)
+                note(name, seconds, seconds, [await asyncio.to_thread(peer.sample) for _ in range(8)])
+        peaks |= {name: peer.peak_bytes() for name, peer in served.items()}
+    times = {key: values[1:] for key, values in times.items()}  # the first round warms up
+    titles = {
+        "one producer": "add one group, one producer",
+        "producers": f"add one group, {PRODUCERS} producers",
+        SAMPLE: f"sample {work.batch} episodes",
+    }
+    rows = []
+    for key, title in titles.items():
+        row: dict[str, Any] = {"part": "actor", "name": title}
+        row |= {f"{name}, ms": round(1e3 * statistics.median(times[key, name]), 3) for name in (OURS, LIMIT, *served)}
+        row |= {f"x {name}": round(rates.ratio(times[key, name], times[key, OURS]), 2) for name in served}
+        rows.append(
+            row | {f"{LIMIT} x {name}": round(rates.ratio(times[key, name], times[key, LIMIT]), 2) for name in served}
+        )
+    return rows
