@@ -11,24 +11,29 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from actors.lora import ADAPTER_FOLDER, Lora
 from forge.errors import RunFolderError
 from forge.run_folder import folder_error
 
 
-def write_checkpoint(hf: Any, state: dict[str, Any], folder: Path, source: str, dtype: torch.dtype) -> None:
+def write_checkpoint(
+    hf: Any, state: dict[str, Any], folder: Path, source: str, dtype: torch.dtype, *, lora: Lora | None = None
+) -> None:
     """Safetensors of `state` in `dtype`, with the config and the tokenizer of the model `source`.
+
+    With `lora` its adapter is merged into the weights, and lies beside them in PEFT's own format.
 
     Raises RunFolderError, naming the folder, when the disk is full or cannot be written.
     """
     try:
-        _write(hf, state, folder, source, dtype)
+        _write(hf, state, folder, source, dtype, lora)
     except OSError as error:
         raise folder_error(folder, error) from error
     except SafetensorError as error:  # carries the system's words, not its error number
         raise RunFolderError(f"cannot write {folder}: {error}; give --run.dir another folder") from error
 
 
-def _write(hf: Any, state: dict[str, Any], folder: Path, source: str, dtype: torch.dtype) -> None:
+def _write(hf: Any, state: dict[str, Any], folder: Path, source: str, dtype: torch.dtype, lora: Lora | None) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
     partial = folder.with_name(folder.name + ".partial")
@@ -37,10 +42,16 @@ def _write(hf: Any, state: dict[str, Any], folder: Path, source: str, dtype: tor
     if free < needed:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, the model needs {needed} bytes")
     tied = hf.config.tie_word_embeddings
-    weights = {k: v.to(dtype) for k, v in state.items() if not (tied and k == "lm_head.weight")}
+    whole = lora.merged(state, dtype) if lora else state
+    weights = {k: v.to(dtype) for k, v in whole.items() if not (tied and k == "lm_head.weight")}
+    labels = hf.config.num_labels
     hf.config = AutoConfig.from_pretrained(source)  # with the dropout that training leaves out
+    if hf.config.num_labels != labels:  # of a value model
+        hf.config.num_labels = labels
     hf.config.dtype = dtype
     hf.save_pretrained(partial, state_dict=weights, safe_serialization=True)
     AutoTokenizer.from_pretrained(source).save_pretrained(partial)
+    if lora:
+        lora.write(state, partial / ADAPTER_FOLDER, source)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)

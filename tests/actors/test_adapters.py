@@ -17,14 +17,20 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tensordict import TensorDict
 
+from actors import trainer
 from actors.generator import Generator, GeneratorConfig
+from actors.lora import LoraConfig as OwnLoraConfig
 from actors.model import load_hf
 from actors.vllm_adapters import EngineAdapters
 from actors.vllm_engine import Completion, Sampling
 from apps.grpo.models import resolve_model
+from forge.batch import collate, make_group
 from forge.errors import WeightSyncError
+from forge.losses import LossConfig
 from weightsync.adapters import adapter_name, adapter_parameters, adapter_spec
+from weightsync.config import WeightSyncConfig
 from weightsync.layout import Layout
 from weightsync.offer import Endpoint, Offer
 from weightsync.publisher import Publisher, combine
@@ -36,6 +42,7 @@ ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "d
 RANK, CAPACITY, MAX_LEN = 8, 2, 512
 ENDLESS = MAX_LEN  # tokens that a request does not come to before somebody says that it is enough
 GREEDY = Sampling(temperature=0.0)
+NOISY = Sampling(temperature=2.0)
 BASE = 0
 GENERATOR = "generator"
 
@@ -68,6 +75,14 @@ class Answer:
         return version
 
 
+def published(publisher: Publisher, version: int) -> Offer:
+    """What the parameters are now, as `version`."""
+    buffer = version % NUM_BUFFERS
+    publisher.snapshot(version, buffer)
+    offer = combine([publisher.offer(version, buffer, -1)], publisher.endpoint, version, buffer, -1)
+    return replace(offer, where=publisher.prepare(offer))
+
+
 class Trainer:
     """A model with an adapter, and the publisher of its versions."""
 
@@ -88,10 +103,7 @@ class Trainer:
 
     def publish(self, version: int) -> Offer:
         self.train(version)
-        buffer = version % NUM_BUFFERS
-        self.publisher.snapshot(version, buffer)
-        offer = combine([self.publisher.offer(version, buffer, -1)], self.endpoint, version, buffer, -1)
-        return replace(offer, where=self.publisher.prepare(offer))
+        return published(self.publisher, version)
 
     def check(self, answer: Answer, sampling: Sampling = GREEDY) -> None:
         """Its tokens have the log-probs of PEFT under the version that it names; greedy ones are the likeliest."""
@@ -105,6 +117,37 @@ class Trainer:
         torch.testing.assert_close(expected, torch.tensor(answer.completion.logprobs), atol=1e-4, rtol=0)
         if sampling is GREEDY:
             assert logits.argmax(-1).tolist() == ids
+
+
+class Training(Trainer):
+    """The project's own trainer, whose versions are its optimizer steps."""
+
+    def __init__(self) -> None:
+        config = trainer.TrainerConfig(lr=1e-2, lora=OwnLoraConfig(rank=RANK))
+        spec = trainer.ModelSpec(str(resolve_model("nano")), "float32", temperature=NOISY.temperature)
+        self._one = trainer.Trainer(config, LossConfig(), spec)
+        self.endpoint = self._one.connect("float32", WeightSyncConfig(), "memory")
+        self.publisher = self._one.publisher
+
+    def publish(self, version: int) -> Offer:
+        return published(self.publisher, version)
+
+    def step(self, answers: Sequence[Answer]) -> tuple[float, torch.Tensor]:
+        """One step on completions of one prompt: the mean ratio that it finds, and how far it moves their log-probs."""
+        parts = [answer.completion for answer in answers]
+        tokens, versions = [part.token_ids for part in parts], [part.versions for part in parts]
+        group = make_group(answers[0].prompt, tokens, [part.logprobs for part in parts], versions, group_id=0)
+        group["advantages"] = torch.linspace(-1, 1, len(answers))
+        batch = collate([group])
+        before = self._logprobs(batch)
+        torch.testing.assert_close(before, batch["behavior_logprobs"][batch["loss_mask"]], atol=1e-4, rtol=0)
+        ratio = self._one.step(batch).metrics["ratio/mean"]
+        return ratio or 0.0, (self._logprobs(batch) - before).abs().max()
+
+    @torch.no_grad()
+    def _logprobs(self, batch: TensorDict) -> torch.Tensor:
+        positions = torch.arange(batch["tokens"].shape[1]).expand_as(batch["tokens"])
+        return self._one.policy(batch["tokens"], positions, batch["loss_mask"])[0]
 
 
 class Live:
@@ -275,6 +318,21 @@ def test_adapters_of_other_shapes_leave_nothing_of_what_was_in_their_slot(live: 
         for answer in live.run(live.answers(4, 24)):
             assert answer.version == live.version
             other.check(answer)
+
+
+def test_each_step_of_the_trainer_is_sampled_from_by_the_engine_with_a_ratio_of_one(live: Live) -> None:
+    async def sample() -> list[Answer]:
+        return list(await asyncio.gather(*(live.answer(PROMPT, 12, NOISY, seed) for seed in range(8))))
+
+    training = Training()
+    with live.connected(training):
+        for _ in range(4):  # from the second on the adapter is not zero
+            live.run(live.sync(training))
+            answers = live.run(sample())
+            assert {answer.version for answer in answers} == {live.version}
+            ratio, moved = training.step(answers)
+            assert ratio == pytest.approx(1.0, abs=1e-4)
+            assert moved > 0.1
 
 
 @pytest.mark.parametrize("transport", ["collective", "file"])
