@@ -23,12 +23,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from forge.errors import ConfigError, DeadlineExceeded, RunFolderError
 from forge.run_folder import folder_error
+from weightsync.layout import is_adapter
 
 # Said by torch's writing thread in every run with one rank.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -36,11 +37,15 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 @dataclass
 class TrainerState:
-    """Saves and loads one rank's part of the state of `model` and `optimizer`; every call is of all ranks together."""
+    """Saves and loads one rank's part of the state of `model` and `optimizer`; every call is of all ranks together.
+
+    With `adapters_only` the base model is left out: it comes from where it came from at first.
+    """
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     world: int
+    adapters_only: bool = False
 
     def __post_init__(self) -> None:
         # A group of its own: the writing thread's messages must not pair up with those of a step.
@@ -90,12 +95,20 @@ class TrainerState:
         state = self._state(0)
         with _explained(folder, "read"):
             dcp.load(state, checkpoint_id=folder, process_group=self._group, no_dist=self.world == 1)
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=StateDictOptions(strict=not self.adapters_only),
+        )
         torch.set_rng_state(state["rng"])
         return int(state["policy_version"])
 
     def _state(self, policy_version: int) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
+        if self.adapters_only:
+            model = {name: value for name, value in model.items() if is_adapter(name)}
         return {
             "model": model,
             "optimizer": optimizer,
