@@ -44,12 +44,15 @@ def _write(hf: Any, state: dict[str, Any], folder: Path, source: str, dtype: tor
     tied = hf.config.tie_word_embeddings
     whole = lora.merged(state, dtype) if lora else state
     weights = {k: v.to(dtype) for k, v in whole.items() if not (tied and k == "lm_head.weight")}
-    labels = hf.config.num_labels
+    own = hf.config
     hf.config = AutoConfig.from_pretrained(source)  # with the dropout that training leaves out
-    if hf.config.num_labels != labels:  # of a value model
-        hf.config.num_labels = labels
+    if hf.config.num_labels != own.num_labels:  # of a value model
+        hf.config.num_labels = own.num_labels
     hf.config.dtype = dtype
-    hf.save_pretrained(partial, state_dict=weights, safe_serialization=True)
+    try:
+        hf.save_pretrained(partial, state_dict=weights, safe_serialization=True)
+    finally:
+        hf.config = own  # training may go on, with the attention that is named there
     AutoTokenizer.from_pretrained(source).save_pretrained(partial)
     if lora:
         lora.write(state, partial / ADAPTER_FOLDER, source)
