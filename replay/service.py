@@ -40,7 +40,7 @@ class Channel(Protocol):
 
     def alloc(self, like: TensorDict) -> TensorDict: ...
 
-    def put(self, td: TensorDict) -> Any: ...
+    def put(self, td: TensorDict, readers: int = 1) -> Any: ...
 
     def open(self, handle: Any) -> TensorDict: ...
 
@@ -70,6 +70,8 @@ class Replay:
         degenerate: Literal["keep", "drop"] = "keep",
         start_version: int = 0,
         row_tokens: int = 4096,
+        together: int = 1,
+        readers: int = 1,
         reward_name: str = "the reward",
         seed: int = 0,
         prompts: Prompts | None = None,
@@ -78,11 +80,12 @@ class Replay:
     ) -> None:
         """`start_version` is the policy version that trainer and generators hold when the run begins.
 
-        `row_tokens` is what a trainer's rank sees at once, at most: batches are packed into such rows. `seed` is
-        that of policies that draw. With `prompts` each ticket carries one. With `journal` what happens is
-        kept there; with its `resume_from` this replay goes on where the run before ended, and `start_version` is
-        that of the checkpoint. Raises ConfigError when `cfg.policy` names no function, JournalError when the journal
-        cannot be gone on with, RunFolderError when the disk refuses.
+        `row_tokens` is what a trainer's rank sees at once, at most: batches are packed into such rows, runs of
+        `together` episodes of a group in one; `readers` processes open each shard. `seed` is that of policies that
+        draw. With `prompts` each ticket carries one. With `journal` what happens is kept there; with its `resume_from`
+        this replay goes on where the run before ended, and `start_version` is that of the checkpoint. Raises
+        ConfigError when `cfg.policy` names no function, JournalError when the journal cannot be gone on with,
+        RunFolderError when the disk refuses.
         """
         self._cfg = cfg
         self._persistence = Persistence(journal, prompts, cfg.journal_interval_s)
@@ -99,7 +102,7 @@ class Replay:
             tell=None if journal is None else self._persistence.tell,
         )
         self._resumed = self._persistence.start(self._buffer, start_version)
-        self._row_tokens = row_tokens
+        self._row_tokens, self._together, self._readers = row_tokens, together, readers
         self._channel = channel
         self._closed = False
         self._reservers: deque[asyncio.Future[Ticket | None]] = deque()
@@ -172,12 +175,13 @@ class Replay:
         if choice is None:
             return None
         lengths = [n for record in choice.records for n in record.lengths]
-        plan = plan_shards(lengths, num_shards, self._row_tokens)
-        stats = self._stats_of(choice, policy_version) | waste(lengths, plan, self._row_tokens)
+        cut = self._row_tokens, self._together
+        plan = plan_shards(lengths, num_shards, *cut)
+        stats = self._stats_of(choice, policy_version) | waste(lengths, plan, *cut)
         self._persistence.tell(Trained(policy_version, choice.seqs, stats))
         groups = [record.arrays for record in choice.records]
         # In a thread: long episodes take long to copy, and `alloc` may wait until a trainer lets go of memory.
-        handles = await asyncio.to_thread(send, groups, plan, self._channel)
+        handles = await asyncio.to_thread(send, groups, plan, self._channel, self._readers)
         return SampledBatch(handles, policy_version, stats)
 
     async def release(self, version: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from tensordict import TensorDict
 
 from forge.errors import ConfigError
-from forge.packing import Alloc, Flat, first_fit, pack, padded_size
+from forge.packing import Alloc, Flat, episodes_of, first_fit, pack, padded_size, runs
 
 Plan = list[list[list[int]]]
 """Of each rank the rows, of each row the episodes."""
@@ -21,7 +21,7 @@ class Channel(Protocol):
 
     def alloc(self, like: TensorDict) -> TensorDict: ...
 
-    def put(self, td: TensorDict) -> Any: ...
+    def put(self, td: TensorDict, readers: int = 1) -> Any: ...
 
 
 def balance(lengths: Sequence[int], num_shards: int) -> list[list[int]]:
@@ -46,11 +46,14 @@ def balance(lengths: Sequence[int], num_shards: int) -> list[list[int]]:
     return [sorted(shard) for shard in rows]
 
 
-def plan_shards(lengths: Sequence[int], num_shards: int, row_tokens: int) -> Plan:
+def plan_shards(lengths: Sequence[int], num_shards: int, row_tokens: int, together: int = 1) -> Plan:
     """Which rank gets which episodes in which rows: balanced over ranks, packed first-fit into `row_tokens`.
 
-    Raises ConfigError with fewer episodes than shards.
+    Runs of `together` episodes go as one, as pairs have to. Raises ConfigError with fewer of them than shards.
     """
+    if together > 1:
+        plan = plan_shards([sum(run) for run in runs(lengths, together)], num_shards, row_tokens)
+        return [episodes_of(rows, together) for rows in plan]
     plans = []
     for shard in balance(lengths, num_shards):
         rows = first_fit([lengths[episode] for episode in shard], row_tokens)
@@ -58,7 +61,7 @@ def plan_shards(lengths: Sequence[int], num_shards: int, row_tokens: int) -> Pla
     return plans
 
 
-def waste(lengths: Sequence[int], plan: Plan, row_tokens: int) -> dict[str, float]:
+def waste(lengths: Sequence[int], plan: Plan, row_tokens: int, together: int = 1) -> dict[str, float]:
     """Shares of a batch that are not tokens, over all ranks.
 
     pack/waste: what stays empty of the rows' budget; a packing trainer computes nothing for it. pack/padded_waste:
@@ -68,7 +71,7 @@ def waste(lengths: Sequence[int], plan: Plan, row_tokens: int) -> dict[str, floa
     budget = row_tokens * sum(len(rows) for rows in plan)
     return {
         "pack/waste": max(0.0, 1 - sum(lengths) / budget),
-        "pack/padded_waste": 1 - sum(lengths) / sum(padded_size(shard, row_tokens) for shard in shards),
+        "pack/padded_waste": 1 - sum(lengths) / sum(padded_size(shard, row_tokens, together) for shard in shards),
     }
 
 
@@ -77,15 +80,18 @@ def make_shards(groups: Sequence[Flat], plan: Plan, alloc: Alloc | None = None) 
     return [pack(groups, rows, alloc) for rows in plan]
 
 
-def send(groups: Sequence[Flat], plan: Plan, channel: Channel) -> list[Any]:
-    """`make_shards` in the channel's memory: one handle a rank, and no other copy on the way to it.
+def send(groups: Sequence[Flat], plan: Plan, channel: Channel, readers: int = 1) -> list[Any]:
+    """`make_shards` in the channel's memory: one handle a shard, and no other copy on the way to it.
 
-    Raises ChannelError when the channel has no memory.
+    Each handle can be opened by `readers` processes: ranks that share the layers of a model share its shard of the
+    batch. Raises ChannelError when the channel has no memory.
     """
-    return [channel.put(shard) for shard in make_shards(groups, plan, channel.alloc)]
+    return [channel.put(shard, readers) for shard in make_shards(groups, plan, channel.alloc)]
 
 
-def hand_over(groups: Sequence[Flat], num_shards: int, row_tokens: int, channel: Channel) -> list[Any]:
+def hand_over(
+    groups: Sequence[Flat], num_shards: int, row_tokens: int, channel: Channel, together: int = 1, readers: int = 1
+) -> list[Any]:
     """Plans and sends. Raises ConfigError with fewer episodes than shards, and what `send` raises."""
     lengths = list(chain.from_iterable(group["lengths"].tolist() for group in groups))
-    return send(groups, plan_shards(lengths, num_shards, row_tokens), channel)
+    return send(groups, plan_shards(lengths, num_shards, row_tokens, together), channel, readers)

@@ -98,7 +98,7 @@ def test_a_shard_is_copied_once_into_memory_that_the_channel_lends() -> None:
             lent.append(pool.alloc(like))
             return lent[-1]
 
-        def put(self, td: TensorDict) -> Any:
+        def put(self, td: TensorDict, readers: int = 1) -> Any:
             assert any(td is one for one in lent)
             return pool.put(td)
 
@@ -127,3 +127,22 @@ def test_waste_is_what_stays_empty_in_rows_and_what_padding_would_cost() -> None
 def test_fewer_episodes_than_ranks_is_an_error() -> None:
     with pytest.raises(ConfigError, match="num_shards is 5, the batch has 4 episodes"):
         hand_over(flat_groups(), 5, 100, channel)
+
+
+def test_a_shard_can_be_opened_by_as_many_as_share_it() -> None:
+    handles = hand_over(flat_groups(), 2, 100, channel, readers=2)
+    assert [handle.readers for handle in handles] == [2, 2]
+    for handle in handles:
+        first, second = channel.open(handle), channel.open(handle)
+        assert torch.equal(first["tokens"], second["tokens"])
+
+
+@given(st.lists(st.integers(1, 60), min_size=2, max_size=30), st.integers(1, 2), st.integers(1, 100))
+def test_pairs_go_to_one_rank_and_one_row(lengths: list[int], num_shards: int, row_tokens: int) -> None:
+    lengths = [n + extra for n in lengths for extra in (0, 3)]
+    plan = plan_shards(lengths, num_shards, row_tokens, together=2)
+    rows = [row for rank in plan for row in rank]
+    assert sorted(episode for row in rows for episode in row) == list(range(len(lengths)))
+    assert all(row[i] % 2 == 0 and row[i + 1] == row[i] + 1 for row in rows for i in range(0, len(row), 2))
+    assert all(sum(lengths[i] for i in row) <= row_tokens or len(row) == 2 for row in rows)
+    assert 0 <= waste(lengths, plan, row_tokens, together=2)["pack/padded_waste"] < 1
