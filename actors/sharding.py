@@ -9,6 +9,7 @@ tensor_parallel 2, four ranks:          tp 0        tp 1
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 
@@ -29,6 +30,17 @@ def make_mesh(device: str, world: int, tensor_parallel: int = 1) -> DeviceMesh:
     return init_device_mesh(device, (world // tensor_parallel, tensor_parallel), mesh_dim_names=("dp", "tp"))
 
 
+def count_shards(world: int, tensor_parallel: int) -> int:
+    """Into how many shares `world` ranks divide a batch. Raises ConfigError when it does not come out even."""
+    if world % tensor_parallel:
+        near = max(1, round(world / tensor_parallel)) * tensor_parallel
+        raise ConfigError(
+            f"mesh.trainer.procs is {world}, trainer.tensor_parallel {tensor_parallel}: the ranks come in groups "
+            f"of {tensor_parallel} that share the layers; use {near} processes, or a divisor of {world}"
+        )
+    return world // tensor_parallel
+
+
 def shard(policy: Policy | ValueModel, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
     """Tensor parallelism over the mesh's "tp", if any, then FSDP2 over its "dp".
 
@@ -38,6 +50,7 @@ def shard(policy: Policy | ValueModel, mesh: DeviceMesh, compute_dtype: torch.dt
     """
     names = mesh.mesh_dim_names or ()
     if "tp" in names:
+        _quiet()
         parallelize(policy.hf, mesh["tp"])
     heads = [policy.head] if isinstance(policy, ValueModel) else []
     for module in [*heads, *decoder_layers(policy), policy]:
@@ -46,6 +59,11 @@ def shard(policy: Policy | ValueModel, mesh: DeviceMesh, compute_dtype: torch.dt
         fully_shard(module, mesh=mesh["dp"], mp_policy=precision)
         module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
         module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # gloo has no pre-multiplied sum
+
+
+def _quiet() -> None:
+    """Two sums or gathers in a row, one for each dimension of the mesh, are what is meant here; torch warns of them."""
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def decoder_layers(policy: Policy | ValueModel) -> list[torch.nn.Module]:
@@ -60,7 +78,7 @@ def compile_layers(policy: Policy) -> None:
     Lengths are dynamic from the start: every micro-batch has its own.
     """
     for layer in decoder_layers(policy):
-        layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]
+        layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def check_compiler() -> None:

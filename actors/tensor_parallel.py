@@ -212,7 +212,18 @@ def _matches(hf: nn.Module, plan: dict[str, str]) -> Iterator[tuple[str, str]]:
                 f"trainer.tensor_parallel: the plan of {type(hf).__name__} cuts {pattern}, which it does not have; "
                 "use trainer.tensor_parallel=1"
             )
-        yield from ((name, style) for name in found)
+        for name in found:
+            yield from _with_adapter(hf.get_submodule(name), name, style)
+
+
+def _with_adapter(module: nn.Module, name: str, style: str) -> Iterator[tuple[str, str]]:
+    """The layer itself, or what PEFT has put in its place: the base, and that side of the adapter that is as wide."""
+    if not hasattr(module, "base_layer"):
+        yield name, style
+        return
+    yield f"{name}.base_layer", style
+    side = "lora_B" if style.startswith("colwise") else "lora_A"
+    yield f"{name}.{side}.default", style
 
 
 def _fits(name: str, pattern: str) -> bool:

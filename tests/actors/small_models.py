@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from apps.grpo.models import resolve_model
@@ -75,3 +76,37 @@ def _experts(nano: str) -> Any:
 def _random(config: Any) -> Any:
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+_SHAPE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+_GROUPED: dict[str, Any] = {**_SHAPE, "intermediate_size": 48, "num_key_value_heads": 2}
+_WIDE: dict[str, Any] = {**_GROUPED, "head_dim": 16}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {**_GROUPED, "tie_word_embeddings": False}),
+    "mistral": ("MistralConfig", _GROUPED),
+    "qwen2": ("Qwen2Config", _GROUPED),
+    "qwen3": ("Qwen3Config", {**_WIDE, "tie_word_embeddings": True}),
+    "gemma": ("GemmaConfig", _WIDE),
+    "gemma2": ("Gemma2Config", {**_WIDE, "final_logit_softcapping": 5.0, "sliding_window": 4}),
+    "gemma3": ("Gemma3TextConfig", {**_WIDE, "sliding_window": 4}),
+    "gpt2": ("GPT2Config", {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}),
+    "phi": ("PhiConfig", {**_SHAPE, "intermediate_size": 48}),
+    "phi3": ("Phi3Config", _GROUPED),
+    "starcoder2": ("Starcoder2Config", _GROUPED),
+    "qwen3_moe": ("Qwen3MoeConfig", {**_GROUPED, "num_experts": 2, "num_experts_per_tok": 2}),
+    "bloom": ("BloomConfig", {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+}
+"""Model families at their smallest: two layers of four heads, whose norms and biases a test must not find at rest."""
+
+
+def family(name: str, folder: Path, **changes: Any) -> str:
+    """The folder of a random model of `FAMILIES` with the tokenizer of nano, both written to `folder`."""
+    config, options = FAMILIES[name]
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    model = _random(getattr(transformers, config)(**{**options, **special, **changes}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(resolve_model("nano")).save_pretrained(folder)
+    return str(folder)

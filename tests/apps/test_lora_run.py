@@ -37,7 +37,6 @@ def parse(*options: str) -> AppConfig:
         (["--trainer.lora.rank=-1"], "trainer.lora.rank must lie in 0..512"),
         ([LORA, "--trainer.lora.alpha=0"], "trainer.lora.alpha must be > 0, got 0"),
         ([LORA, "--trainer.lora.dropout=0.1"], "trainer.lora.dropout must be 0, got 0.1"),
-        ([LORA, "--trainer.tensor_parallel=2"], "trainer.lora.rank is 8 and trainer.tensor_parallel 2"),
         ([LORA, "--weightsync.kv=drain"], "weightsync.kv is drain with trainer.lora.rank 8"),
         ([LORA, "--generator.lora_rank=4", "--generator.lora_targets=[q_proj]"], "the adapters do not fit"),
         (["--generator.lora_rank=4", "--generator.lora_targets=[q_proj]"], "set trainer.lora.rank, the generators"),
