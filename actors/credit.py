@@ -33,6 +33,8 @@ Gather = Callable[[torch.Tensor], list[torch.Tensor]]
 def token_advantages(cuts: Sequence[MicroBatch], cfg: LossConfig, gather: Gather) -> list[MicroBatch]:
     """The passes with `advantages` `[b, t]`, by `cfg.token_advantages`; all ranks call it at the same time.
 
+    Where they have values, with `returns` too, see `with_returns`.
+
     Raises SchemaError where it needs what the batch lacks: values, reference log-probs.
     """
     if not cfg.per_token:
@@ -41,11 +43,20 @@ def token_advantages(cuts: Sequence[MicroBatch], cfg: LossConfig, gather: Gather
     own = [moments(values, cut.loss_mask) for cut, values in zip(cuts, raw, strict=True)]
     of_batch = merge_moments(gather(merge_moments(own) if own else torch.zeros(3, dtype=torch.float64)))
     pairs = zip(cuts, raw, strict=True)
-    return [replace(cut, advantages=whiten(values, cut.loss_mask, of_batch)) for cut, values in pairs]
+    return [replace(_with(cut, values), advantages=whiten(values, cut.loss_mask, of_batch)) for cut, values in pairs]
+
+
+def with_returns(cut: MicroBatch, cfg: LossConfig) -> MicroBatch:
+    """One pass with what a critic learns, `returns` `[b, t]`: GAE before whitening, plus the values it came from."""
+    return _with(cut, raw_advantages(cut, cfg))
+
+
+def _with(cut: MicroBatch, raw: torch.Tensor) -> MicroBatch:
+    return cut if cut.values is None else replace(cut, returns=raw + cut.values)
 
 
 def raw_advantages(cut: MicroBatch, cfg: LossConfig) -> torch.Tensor:
-    """The same for one pass before whitening, `[b, t]`; under gae, `values` added make the critic's returns."""
+    """The same for one pass before whitening, `[b, t]`."""
     rewards = spread(cut.advantages, cut.loss_mask, cut.token_rewards)
     if cfg.kl_weight and cfg.kl_in == "reward":
         if cut.ref_logprobs is None:

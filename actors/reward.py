@@ -56,7 +56,15 @@ class RewardConfig:
     """What an episode is worth."""
 
     functions: list[RewardFunction] = field(default_factory=list)
-    """The total reward is their weighted sum."""
+    """The total reward is their weighted sum, and the reward model's."""
+    model: str = ""
+    """A reward model, with the policy's tokenizer: a sequence classifier with one label, in a folder or on the hub.
+    Its score after the last token of an episode is added to the reward. Empty: none."""
+    model_weight: float = 1.0
+    """Factor of that score in the total reward."""
+    model_turns: bool = False
+    """Score the last token of each turn instead, as a process-reward model does: the turn's tokens get that reward,
+    which loss.token_advantages must read."""
     timeout_s: float = 10.0
     """Seconds that a function may take over the samples of one group. One that takes longer is asked for each
     sample alone, under the same limit."""
@@ -67,10 +75,15 @@ class RewardConfig:
 
     def validate(self) -> None:
         """Raises ConfigError naming the field, its value and its limit; imports the functions."""
-        if not self.functions:
+        if not self.functions and not self.model:
             raise ConfigError(
-                "reward.functions is empty; give at least one, such as [{path: apps.grpo.tasks:last_number}]"
+                "reward.functions is empty; give at least one, such as [{path: apps.grpo.tasks:last_number}], "
+                "or a reward.model"
             )
+        if not math.isfinite(self.model_weight):
+            raise ConfigError(f"reward.model_weight must be finite, got {self.model_weight}")
+        if self.model_turns and not self.model:
+            raise ConfigError("reward.model_turns is true, reward.model empty; give the model that scores turns")
         if self.workers < 1:
             raise ConfigError(f"reward.workers must be >= 1, got {self.workers}")
         if not self.timeout_s > 0:
@@ -170,7 +183,8 @@ class RewardScorer:
         late = self._config.timeout_reward
         parts = [[late if value is None else value for value in row] for row in values]
         weights = [function.weight for function in self._config.functions]
-        total = [sum(w * v for w, v in zip(weights, column, strict=True)) for column in zip(*parts, strict=True)]
+        columns = list(zip(*parts, strict=True)) or [()] * len(samples)
+        total = [float(sum(w * v for w, v in zip(weights, column, strict=True))) for column in columns]
         timeouts = sum(row.count(None) for row in values)
         return Scores(total, dict(zip(self._config.names(), parts, strict=True)), timeouts)
 

@@ -48,6 +48,12 @@ class References(Protocol):
     async def logprobs(self, group: TensorDict) -> torch.Tensor: ...
 
 
+class RewardModels(Protocol):
+    """A reward model: adds its scores of a group to those of the functions, see `actors.reward_model`."""
+
+    async def add_to(self, scores: Scores, group: TensorDict) -> Scores: ...
+
+
 class Begun(Protocol):
     """An episode as far as it had come: three tensors `[n]`, and why it ended, or "" where it did not."""
 
@@ -94,15 +100,17 @@ async def rollout_group(
     decode: Callable[[Sequence[int]], str],
     seed: int,
     reference: References | None = None,
+    reward_model: RewardModels | None = None,
     oversample: int = 0,
     begun: Mapping[int, Begun] | None = None,
 ) -> Rollout:
     """Samples `group_size` episodes of `prompt`, scores them and computes their advantages.
 
     Seeds derive from `seed`, `group_id` and the episode's place, so that a request gives the same tokens in any
-    batch under equal weights. `reference` is asked only when given. With `oversample`, as many episodes more are begun
-    and the first `group_size` to end make the group: no straggler holds it up, and long episodes are rarer in it than
-    in the policy's own distribution. `begun` has the tokens that unfinished episodes had before a crash, by place.
+    batch under equal weights. `reference` and `reward_model` are asked only when given. With `oversample`, as many
+    episodes more are begun and the first `group_size` to end make the group: no straggler holds it up, and long
+    episodes are rarer in it than in the policy's own distribution. `begun` has the tokens that unfinished episodes had
+    before a crash, by place.
     """
     places = range(group_size + oversample)
     completions = await generators.generate(
@@ -123,6 +131,8 @@ async def rollout_group(
         [c.versions for c in completions],
         group_id=group_id,
     )
+    if reward_model is not None:
+        scores = await reward_model.add_to(scores, group)
     group["rewards"] = torch.tensor(scores.total, dtype=torch.float32)
     group["advantages"] = advantages(group["rewards"], advantage, group_size)
     if reference is not None:

@@ -37,6 +37,11 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     ),
     # Ahmadian et al. 2024: the log-prob of an episode is the sum of its tokens'.
     "rloo": ("grpo.advantage=rloo", "loss.name=ppo_clip", "loss.aggregation=seq_mean_token_sum"),
+    # Schulman et al. 2017, with a critic; no group is compared with itself.
+    "ppo": (
+        *("grpo.advantage=none", "loss.token_advantages=gae", "loss.gamma=1", "loss.lam=0.95"),
+        *("loss.name=ppo_clip", "loss.clip_high=0.2", "trainer.updates=2"),
+    ),
     # Hu 2025: returns of tokens, the KL divergence in the reward.
     "reinforce_pp": (
         *("grpo.advantage=none", "loss.token_advantages=reinforce_pp", "loss.name=ppo_clip"),

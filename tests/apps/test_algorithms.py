@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from apps.grpo.algorithms import ALGORITHMS, expand
-from apps.grpo.config import DEFAULT_PRESET, AppConfig
+from apps.grpo.config import DEFAULT_PRESET, AppConfig, plan_run
 from forge import config
 from forge.errors import ConfigError
 
@@ -64,12 +64,27 @@ def test_a_name_that_is_none_is_refused(words: list[str], text: str) -> None:
         (["--trainer.updates=9"], r"trainer\.updates is 9, a batch has 8 groups"),
         (["--grpo.group_size=1", "--grpo.batch_size=8"], r"grpo\.group_size must be >= 2, got 1; .*advantage is none"),
         (["--loss.kl_weight=0.1", "--loss.kl_in=reward"], r"loss\.kl_in is reward, .*use kl_in loss or"),
+        (["--critic.value_clip=0"], r"critic\.value_clip must be > 0, got 0"),
+        (["--critic.model=/no/folder"], r"critic\.model: model folder /no/folder does not exist"),
+        (["--reward.model=/no/folder"], r"reward\.model: model folder /no/folder does not exist"),
+        (["--reward.model_turns"], r"reward\.model_turns is true, reward\.model empty"),
+        (["--reward.model_turns", "--reward.model=nano"], r"model_turns is true, loss\.token_advantages episode"),
         (["--grpo.advantage=gae"], r"grpo\.advantage is 'gae', .*use one of dr_grpo, grpo, none, rloo"),
     ],
 )
 def test_the_configuration_refuses_what_cannot_be_trained(words: list[str], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         parse(*words).validate()
+
+
+def test_the_critic_has_a_role_where_it_has_a_mesh_of_its_own_and_as_many_ranks_as_the_trainer() -> None:
+    slots = ["--mesh.device=cpu", "--mesh.slots=4", "--mesh.trainer.procs=2"]
+    assert "critic" not in plan_run(parse("--algorithm=ppo", *slots), None).roles
+    assert "critic" not in plan_run(parse("--mesh.critic.procs=2", *slots), None).roles
+    apart = plan_run(parse("--algorithm=ppo", "--mesh.critic.procs=2", *slots), None)
+    assert len(apart.replica("critic", 0).envs) == 2
+    with pytest.raises(ConfigError, match=r"mesh\.critic\.procs is 3, the trainer has 2 ranks"):
+        plan_run(parse("--algorithm=ppo", "--mesh.critic.procs=3", *slots), None)
 
 
 @pytest.mark.parametrize("word", ["--replay.max_staleness=0", "--loss.allow_off_policy"])

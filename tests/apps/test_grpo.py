@@ -58,7 +58,8 @@ def check_rows(run: AppRun, steps: int, bound: int) -> None:
 
 
 def test_torchrun_shards_the_trainer_and_leaves_a_folder_that_other_programs_read(launch: Launch) -> None:
-    run = launch("--trainer.steps=3", "--replay.max_staleness=0", launcher=TORCHRUN)
+    ppo = ("--algorithm=ppo", "--trainer.updates=1")  # its critic in the trainer's processes
+    run = launch("--trainer.steps=3", "--replay.max_staleness=0", *ppo, launcher=TORCHRUN)
     assert run.finish() == 0, run.output
     check_rows(run, 3, bound=0)
     assert "3 of 3" in run.output
@@ -68,6 +69,7 @@ def test_torchrun_shards_the_trainer_and_leaves_a_folder_that_other_programs_rea
     assert list(run.folder.glob("events.out.tfevents*"))
     assert "max_staleness: 0" in (run.folder / "config.yaml").read_text()
     check_checkpoint(run)
+    check_critic(run)
 
 
 def check_checkpoint(run: AppRun) -> None:
@@ -79,6 +81,15 @@ def check_checkpoint(run: AppRun) -> None:
     assert model(ids).logits.isfinite().all()
     start = AutoModelForCausalLM.from_pretrained(resolve_model("nano"))
     assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), start.parameters(), strict=True))
+
+
+def check_critic(run: AppRun) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    assert all(row["extra/value_loss"] > 0 and row["extra/critic_grad_norm"] > 0 for row in run.rows())
+    model = AutoModelForSequenceClassification.from_pretrained(run.folder / "critic")
+    assert model.score.weight.shape[0] == 1
+    assert model.score.weight.any()
 
 
 def test_an_actor_that_is_killed_ends_the_run_with_its_name(launch: Launch) -> None:
@@ -102,8 +113,9 @@ def test_ctrl_c_ends_the_run_with_a_checkpoint_that_loads(launch: Launch) -> Non
 
 
 def test_a_run_whose_controller_is_killed_goes_on_and_its_batches_give_the_same_losses_again(launch: Launch) -> None:
+    ppo = ["--algorithm=ppo", "--trainer.updates=1", "--mesh.critic.procs=1"]  # its critic on a mesh of its own
     options = ["--run.checkpoint_every=2", "--replay.record"]
-    first = launch("--trainer.steps=1000", *options)
+    first = launch("--trainer.steps=1000", *options, *ppo)
     first.wait_until(lambda: (first.folder / "checkpoints" / "000002").exists(), "a checkpoint")
     rows = len(first.rows())
     first.wait_until(lambda: len(first.rows()) > rows, "a step behind it")
@@ -119,6 +131,7 @@ def test_a_run_whose_controller_is_killed_goes_on_and_its_batches_give_the_same_
     times = [row["time_s"] for row in resumed.rows()]
     assert times == sorted(times)
     check_checkpoint(resumed)
+    check_critic(resumed)
 
     again = launch(resumed=first, app=RERUN)
     assert again.finish() == 0, again.output
