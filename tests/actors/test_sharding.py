@@ -16,7 +16,9 @@ from actors.model import load_hf
 from actors.sharding import count_shards
 from actors.tensor_parallel import check_tensor_parallel
 from actors.trainer import ModelSpec, Trainer, TrainerConfig
+from apps.grpo.config import DEFAULT_PRESET, AppConfig, plan_run
 from forge.batch import collate, make_group
+from forge.config import parse
 from forge.errors import ConfigError
 from forge.losses import LossConfig
 from forge.segment import Segment, SegmentRef
@@ -207,6 +209,20 @@ def test_processes_come_in_groups_that_share_the_layers() -> None:
         count_shards(1, 4)
 
 
+def test_a_run_whose_processes_do_not_come_in_groups_is_refused_before_it_starts() -> None:
+    def plan(*words: str) -> None:
+        options = ["--mesh.device=cpu", "--mesh.slots=4", *words]
+        plan_run(parse(AppConfig, options, default_config=DEFAULT_PRESET, prog="test", description=""), None)
+
+    plan("--mesh.trainer.procs=4", "--trainer.tensor_parallel=2", "--grpo.group_size=2", "--grpo.batch_size=2")
+    with pytest.raises(ConfigError, match=r"mesh\.trainer\.procs is 3, trainer\.tensor_parallel 2"):
+        plan("--mesh.trainer.procs=3", "--trainer.tensor_parallel=2")
+    with pytest.raises(ConfigError, match=r"grpo\.batch_size is 2, the trainer's ranks divide it into 4"):
+        plan("--mesh.trainer.procs=4", "--grpo.group_size=2", "--grpo.batch_size=2")
+    with pytest.raises(ConfigError, match=r"trainer\.tensor_parallel must be > 0, got 0"):
+        plan("--trainer.tensor_parallel=0")
+
+
 def test_bf16_computes_in_bf16_and_keeps_the_rest_in_float32(tmp_path: Path) -> None:
     one = trainer(small_models.family("gemma2", tmp_path), dtype="bfloat16")
     seen: dict[str, torch.dtype] = {}
@@ -227,6 +243,8 @@ def test_bf16_computes_in_bf16_and_keeps_the_rest_in_float32(tmp_path: Path) -> 
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch looks at its own tensors
 def test_compiled_layers_give_the_same_gradient_at_every_length(tmp_path: Path) -> None:
     model = small_models.family("qwen3", tmp_path)
     one, compiled = trainer(model), trainer(model, compile=True, microbatch_tokens=200, gradient_checkpointing=True)
