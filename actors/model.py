@@ -7,13 +7,16 @@ it is used, and only for the positions that are trained, so that `[B, T, V]` nev
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from actors.attention import LENGTHS, NAME, sequence_lengths, use_packed_attention
 from forge.errors import ConfigError
 from forge.logprobs import token_logprobs
 
@@ -38,20 +41,39 @@ class Policy(nn.Module):
         `tokens`, `position_ids`, `mask` are `[R, L]`: a row is one right-padded episode, or several packed ones
         whose `position_ids` restart. No attention mask: padding lies to the right of what is causal.
         """
-        # The last column predicts nothing that is trained. With a cache, transformers would let packed sequences
-        # attend to each other in silence.
-        hidden = self.hf.base_model(input_ids=tokens[:, :-1], position_ids=position_ids[:, :-1], use_cache=False)[0]
+        # The last column predicts nothing that is trained.
+        hidden = hidden_states(self.hf, tokens[:, :-1], position_ids[:, :-1])
         rows, columns = mask.nonzero(as_tuple=True)
         head = self.hf.get_output_embeddings()
+        weight, bias = head.weight, getattr(head, "bias", None)
         return token_logprobs(
             hidden[rows, columns - 1],
-            head.weight,
+            whole(weight),
             tokens[rows, columns],
-            bias=getattr(head, "bias", None),
+            bias=bias if bias is None else whole(bias),
             softcap=self._softcap,
             chunk_size=self._chunk_size,
             **self._sampling,
         )
+
+
+def hidden_states(hf: Any, tokens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    """The last hidden states `[R, L, D]` of rows that each hold one right-padded sequence or several packed ones."""
+    lengths = sequence_lengths(position_ids) if hf.config._attn_implementation == NAME else None
+    packed = {} if lengths is None else {LENGTHS: lengths}
+    # With a cache, transformers' own attention would let packed sequences attend to each other in silence.
+    hidden: torch.Tensor = hf.base_model(input_ids=tokens, position_ids=position_ids, use_cache=False, **packed)[0]
+    return hidden
+
+
+def whole(parameter: torch.Tensor, *, partial_gradients: bool = False) -> torch.Tensor:
+    """A parameter that every tensor-parallel rank has whole, as a plain tensor; a plain one as it is.
+
+    `partial_gradients` where the ranks compute different parts of its gradient, which are added up then.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.to_local(grad_placements=[Partial() if partial_gradients else Replicate()])
 
 
 def pick_dtype(name: str, device: str) -> torch.dtype:
@@ -72,19 +94,41 @@ def load_hf(model: str | Path, dtype: torch.dtype, device: str = "cpu") -> Any:
 
     Dropout is off: the generator samples without it, and log-probs must be those of the same distribution.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    try:
-        config = AutoConfig.from_pretrained(str(model))
-        for key, value in vars(config).items():
-            if isinstance(value, float) and ("dropout" in key or "pdrop" in key):
-                setattr(config, key, 0.0)
+    config = without_dropout(load_config(model))
+    with _named(model):
         hf: Any = AutoModelForCausalLM.from_pretrained(str(model), config=config, dtype=dtype)
+    hf.to(device)
+    use_packed_attention(hf)
+    return hf
+
+
+def without_dropout(config: Any) -> Any:
+    """A Hugging Face config, changed in place."""
+    for key, value in vars(config).items():
+        if isinstance(value, float) and ("dropout" in key or "pdrop" in key):
+            setattr(config, key, 0.0)
+    return config
+
+
+def load_config(model: str | Path, option: str = "--model") -> Any:
+    """The Hugging Face config of a folder or a hub name. Raises ConfigError naming the model when there is none."""
+    from transformers import AutoConfig
+
+    with _named(model, option):
+        return AutoConfig.from_pretrained(str(model))
+
+
+@contextmanager
+def _named(model: str | Path, option: str = "--model") -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--model {model} is no causal language model that transformers can load: {error}") from error
-    return hf.to(device)
+        why = f"is no causal language model that transformers can load: {error}"
+        raise ConfigError(f"{option} {model} {why}") from error
 
 
 @torch.no_grad()
@@ -123,19 +167,3 @@ def freeze_except(hf: nn.Module, patterns: Sequence[str]) -> None:
             )
     for name, parameter in hf.named_parameters():
         parameter.requires_grad_(any(re.match(pattern, name) for pattern in patterns))
-
-
-def shard(policy: Policy, mesh: Any, compute_dtype: torch.dtype) -> None:
-    """FSDP2: each decoder layer its own unit, embeddings and head in the root; fp32 masters and reductions.
-
-    Gradients are summed over ranks, not averaged: losses carry the global denominator already.
-    """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    block_names = set(policy.hf._no_split_modules or [])
-    units = [m for m in policy.hf.modules() if type(m).__name__ in block_names]
-    for module in [*units, policy]:
-        fully_shard(module, mesh=mesh, mp_policy=precision)
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum

@@ -6,28 +6,41 @@ gradient does not depend on how a batch was cut.
 
 from __future__ import annotations
 
-import math
+import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
+from torch.utils._pytree import tree_leaves
 
 from actors.checkpoint import write_checkpoint
-from actors.model import Policy, check_head, freeze_except, load_hf, shard
-from actors.packing import MicroBatch, empty_micro_batch, micro_batches
+from actors.credit import token_advantages
+from actors.critic import Critic, CriticConfig, beside
+from actors.lora import LoraConfig, add_lora
+from actors.model import Policy, check_head, freeze_except, load_hf
+from actors.offload import Offload
+from actors.optimizer import OPTIMIZERS
+from actors.packing import MicroBatch
+from actors.sharding import check_compiler, compile_layers, make_mesh, shard
+from actors.tensor_parallel import check_tensor_parallel
 from actors.trainer_state import TrainerState
+from actors.updates import RankGroup, Updates, mini_batches
 from forge.batch import is_packed
 from forge.errors import ConfigError
 from forge.losses import LossConfig, LossInput, Metrics, add_metrics, compute_loss, denominator, metric_means
 from forge.memory import peak_rss_bytes
 from forge.packing import flatten
+from forge.registry import lookup
 from weightsync.config import WeightSyncConfig
 from weightsync.offer import Endpoint
 from weightsync.publisher import Publisher
+
+Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
+SCHEDULES: tuple[str, ...] = get_args(Schedule)
 
 
 @dataclass
@@ -35,27 +48,45 @@ class TrainerConfig:
     """The optimizer step."""
 
     steps: int = 50
-    """Optimizer steps of the run; the final policy version."""
+    """Steps of the run, one batch each; the final policy version."""
+    updates: int = 1
+    """Optimizer updates that a batch is cut into, by whole groups; more than 1 is what PPO calls mini-batches."""
+    epochs: int = 1
+    """How often a step goes through its batch."""
+    optimizer: str = "adamw"
+    """adamw, sgd, or module:function of your own: (parameters, this section) -> a torch optimizer."""
     lr: float = 1e-5
-    """Learning rate of AdamW."""
+    """Learning rate."""
     warmup_steps: int = 0
-    """Steps over which the learning rate rises from 0; constant afterwards."""
+    """Steps over which the learning rate rises from 0."""
+    schedule: Schedule = "constant"
+    """How the learning rate goes on from there until the last step."""
+    min_lr_share: float = 0.0
+    """Share of the learning rate that linear and cosine end with."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    """Decay rates of AdamW's two moments."""
+    """Decay rates of AdamW's two moments; the first is the momentum of sgd."""
     eps: float = 1e-8
     """AdamW's denominator term."""
     weight_decay: float = 0.0
     """Decoupled weight decay of AdamW."""
     clip_norm: float = 1.0
     """Largest global gradient norm; larger gradients are scaled down to it."""
+    max_skipped: int = 3
+    """Updates in a row that are skipped and counted because the gradient is not finite; one more ends the run."""
     microbatch_tokens: int = 4096
     """Tokens, padding included, of one forward and backward pass of a rank."""
     packing: bool = False
     """Pack several episodes into one row with restarting positions instead of padding each to the longest."""
     trainable: list[str] = field(default_factory=list)
-    """Regular expressions of parameter names to train; empty trains all."""
+    """Regular expressions of parameter names to train; empty trains all. With LoRA: of weights to adapt."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Low-rank adapters in place of training all weights."""
+    tensor_parallel: int = 1
+    """Ranks that share each layer of the model and one part of the batch; divides mesh.trainer.procs."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
+    compile: bool = False
+    """Compile each decoder layer by torch.compile at the first passes; needs a C++ compiler."""
     logprob_chunk: int = 1024
     """Tokens for which logits exist at the same time."""
     start_timeout_s: float = 600.0
@@ -65,14 +96,37 @@ class TrainerConfig:
 
     def validate(self) -> None:
         """Raises ConfigError naming the field, its value and its limit."""
-        for name in ("steps", "lr", "clip_norm", "microbatch_tokens", "logprob_chunk", "step_timeout_s"):
+        for name in (
+            "steps",
+            "lr",
+            "clip_norm",
+            "microbatch_tokens",
+            "logprob_chunk",
+            "step_timeout_s",
+            "updates",
+            "epochs",
+            "tensor_parallel",
+        ):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"trainer.{name} must be > 0, got {getattr(self, name)}")
-        for name in ("warmup_steps", "weight_decay", "eps"):
+        for name in ("warmup_steps", "weight_decay", "eps", "max_skipped"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"trainer.{name} must be >= 0, got {getattr(self, name)}")
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise ConfigError(f"trainer.betas must be two numbers in [0, 1), got {self.betas}")
+        if not 0 <= self.min_lr_share <= 1:
+            raise ConfigError(f"trainer.min_lr_share must lie in [0, 1], got {self.min_lr_share}; 0 ends at no rate")
+        if self.schedule not in SCHEDULES:
+            raise ConfigError(f"trainer.schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule}")
+        if self.compile:
+            check_compiler()
+            if self.tensor_parallel > 1:
+                raise ConfigError(
+                    f"trainer.compile is true and trainer.tensor_parallel {self.tensor_parallel}: torch cannot compile "
+                    "layers for any length whose weights are cut; use one of the two"
+                )
+        lookup(self.optimizer, OPTIMIZERS, "trainer.optimizer")
+        self.lora.validate()
 
 
 @dataclass(frozen=True)
@@ -108,15 +162,26 @@ class Trainer:
         rank: int = 0,
         world: int = 1,
         seed: int = 0,
+        critic: CriticConfig | None = None,
+        critic_inside: bool = True,
+        offload: bool = False,
     ) -> None:
+        """`critic` is the one whose values GAE reads: trained here, or elsewhere so that batches bring values.
+
+        With `offload` all lies in host memory, and on the device inside of `here` only.
+        """
         torch.manual_seed(seed)
         self._config, self._loss_config, self._spec = config, loss, spec
         self.rank, self.world = rank, world
+        self.dp_rank, self.dp_size = rank // config.tensor_parallel, world // config.tensor_parallel
+        check_tensor_parallel(spec.path, config.tensor_parallel)
         compute = getattr(torch, spec.dtype)
-        hf = load_hf(spec.path, torch.float32, spec.device)
+        # Frozen weights need no float32 masters: they are held as the passes read them.
+        hf = load_hf(spec.path, compute if config.lora.rank else torch.float32, spec.device)
         check_head(hf)
         hf.train()
         freeze_except(hf, config.trainable)
+        self._lora = add_lora(hf, config.lora, seed) if config.lora.rank else None
         if config.gradient_checkpointing:
             hf.gradient_checkpointing_enable({"use_reentrant": False})
         self.policy = Policy(
@@ -126,114 +191,141 @@ class Trainer:
             top_k=spec.top_k,
             chunk_size=config.logprob_chunk,
         )
+        if config.compile:
+            compile_layers(self.policy)
+        mesh = None
         if world > 1 or compute != torch.float32:
             if not dist.is_initialized():
-                _solo_process_group(spec.device)
-            shard(self.policy, dist.device_mesh.init_device_mesh(spec.device, (world,)), compute)
-        self._parameters = [p for p in self.policy.parameters() if p.requires_grad]
-        self._optimizer = torch.optim.AdamW(
-            self._parameters,
-            lr=config.lr,
-            betas=(config.betas[0], config.betas[1]),
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+                solo_process_group(spec.device)
+            mesh = make_mesh(spec.device, world, config.tensor_parallel)
+            shard(self.policy, mesh, compute)
+        # Ranks that share the layers see the same episodes: those count once.
+        self._ranks = RankGroup(self.dp_size, mesh.get_group("dp") if mesh is not None and self.dp_size > 1 else None)
+        self._updates = Updates([p for p in self.policy.parameters() if p.requires_grad], config)
+        self._parameters, self._optimizer = self._updates.parameters, self._updates.optimizer
+        self._held_steps = critic.alone_steps if critic else 0
+        self._critic: Critic | None = None
+        if critic and critic_inside:
+            self._critic = Critic(critic, config, loss, spec, ranks=self._ranks, mesh=mesh, rank=rank, seed=seed)
         self._publisher: Publisher | None = None
         self._state: TrainerState | None = None
         self.policy_version = 0
+        self._offload = Offload(self._tensors, spec.device) if offload else None
+        if self._offload:
+            self._offload.away()
+
+    def here(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the trainer is on its device, where all but `connect` and snapshots need it."""
+        return self._offload.here() if self._offload else contextlib.nullcontext()
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        """All that it holds between two steps."""
+        pairs: list[tuple[torch.nn.Module, torch.optim.Optimizer]] = [(self.policy, self._optimizer)]
+        if self._critic is not None:
+            pairs.append((self._critic.model, self._critic.state.optimizer))
+        for model, optimizer in pairs:
+            leaves = tree_leaves(list(optimizer.state.values()))
+            yield from (*model.parameters(), *model.buffers(), *(x for x in leaves if isinstance(x, torch.Tensor)))
 
     def step(self, batch: TensorDict) -> StepResult:
-        """One optimizer update on this rank's share of a batch, packed or padded `[b, T]`.
+        """Trains on this rank's share of a batch, packed or padded `[b, T]`; one new policy version.
 
-        Raises FloatingPointError on a non-finite gradient.
+        An update whose gradient is not finite leaves the weights as they are and is counted. Raises FloatingPointError
+        after `max_skipped` of them in a row, ConfigError when the batch has fewer groups than `updates`.
         """
         self.policy.train()
-        scale = self._set_learning_rate()
-        totals = self._accumulate(batch)
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.clip_norm)
-        norm_value = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        if not math.isfinite(norm_value):
-            raise FloatingPointError(
-                f"the gradient norm of step {self.policy_version + 1} is {norm_value}; the weights are unchanged. "
-                "Lower trainer.lr or look at the batch's rewards and log-probs"
-            )
-        if self._publisher is not None:
-            self._publisher.before_update()
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        self.policy_version += 1
-        metrics = {"loss/kl": None, **totals, "grad_norm": norm_value, "extra/lr": self._config.lr * scale}
-        return StepResult(self.policy_version, metrics, peak_rss_bytes())
-
-    def _accumulate(self, batch: TensorDict) -> dict[str, float]:
-        """Forward and backward over all micro-batches; returns the step's global metrics."""
-        flat = batch if is_packed(batch) else flatten(batch)
-        cuts = micro_batches(flat, self._config.microbatch_tokens, packing=self._config.packing)
-        local = torch.stack([denominator(cut.loss_mask, self._loss_config.aggregation) for cut in cuts]).sum()
-        global_denominator = self._sum(local)
+        rate = self._updates.set_learning_rate(self.policy_version + 1)
+        minis = self._prepare(batch if is_packed(batch) else flatten(batch))
         parts: list[Metrics] = []
-        for index in range(self._max(len(cuts))):
-            # Every rank runs as many passes as the busiest one: FSDP2's collectives must pair up.
-            micro = cuts[index] if index < len(cuts) else empty_micro_batch(flat)
-            parts.append(self._pass(micro.to(self._spec.device), global_denominator))
-        total = add_metrics(parts)
-        names = sorted(total)
-        return metric_means(dict(zip(names, self._sum(torch.stack([total[n] for n in names])), strict=True)))
+        norms: list[float] = []
+        skipped = 0
+        held = self.policy_version < self._held_steps
+        for cuts in minis * self._config.epochs:
+            parts += self._backward(cuts, first=not norms)
+            norms.append(self._updates.clipped_norm())
+            if held:
+                self._updates.drop()
+            else:
+                skipped += not self._updates.apply(norms[-1], self.policy_version + 1, before=self._before_update)
+        self.policy_version += 1
+        metrics: dict[str, float | None] = {"loss/kl": None, **self._means(parts)}
+        metrics |= self._critic.train(minis) if self._critic else {}
+        metrics |= {"grad_norm": sum(norms) / len(norms), "extra/lr": rate}
+        return StepResult(self.policy_version, metrics | {"extra/skipped_updates": skipped}, peak_rss_bytes())
 
-    def _pass(self, micro: MicroBatch, global_denominator: torch.Tensor) -> Metrics:
-        logprobs, entropy = self.policy(micro.tokens, micro.position_ids, micro.mask)
+    def _prepare(self, flat: TensorDict) -> list[list[MicroBatch]]:
+        """The passes of each optimizer update, as many on every rank, with all that their losses read."""
+        together = self._loss_config.needs.together
+        minis = mini_batches(flat, self._config, self._ranks, self._spec.device, together)
+        if self._critic is not None:
+            minis = self._critic.with_values(minis)
+        cuts = token_advantages([cut for mini in minis for cut in mini], self._loss_config, self._ranks.gather_tensors)
+        if self._loss_config.needs_proximal and len(minis) * self._config.epochs > 1:
+            cuts = [self._with_proximal(cut) for cut in cuts]
+        prepared = iter(cuts)
+        return [[next(prepared) for _ in mini] for mini in minis]
+
+    @torch.no_grad()
+    def _with_proximal(self, cut: MicroBatch) -> MicroBatch:
+        logprobs, _ = self.policy(cut.tokens, cut.position_ids, cut.mask)
+        return replace(cut, proximal_logprobs=cut.unpack(logprobs))
+
+    def _backward(self, cuts: list[MicroBatch], *, first: bool) -> list[Metrics]:
+        """Forward and backward over the passes of one update, the `first` of a step or a later one."""
+        counts = [denominator(cut.loss_mask, self._loss_config.aggregation) for cut in cuts]
+        global_denominator = self._ranks.sum(torch.stack(counts).sum())
+        return [self._pass(cut, global_denominator, first) for cut in cuts]
+
+    def _pass(self, cut: MicroBatch, global_denominator: torch.Tensor, first: bool) -> Metrics:
+        logprobs, entropy = self.policy(cut.tokens, cut.position_ids, cut.mask)
+        policy, proximal = cut.unpack(logprobs), cut.proximal_logprobs
+        if proximal is None and self._loss_config.needs_proximal:
+            proximal = policy.detach()  # the only update of the step: its weights are those of the start
+        known = first or proximal is not None
         inputs = LossInput(
-            policy_logprobs=micro.unpack(logprobs),
-            behavior_logprobs=micro.behavior_logprobs,
-            ref_logprobs=micro.ref_logprobs,
-            loss_mask=micro.loss_mask,
-            advantages=micro.advantages,
-            entropy=micro.unpack(entropy),
+            policy_logprobs=policy,
+            behavior_logprobs=cut.behavior_logprobs,
+            proximal_logprobs=proximal,
+            ref_logprobs=cut.ref_logprobs,
+            loss_mask=cut.loss_mask,
+            advantages=cut.advantages,
+            entropy=cut.unpack(entropy),
+            token_versions=cut.token_versions,
+            policy_version=self.policy_version if known else None,
         )
         output = compute_loss(inputs, self._loss_config, global_denominator)
         output.loss.backward()
         return output.metrics
 
-    def _set_learning_rate(self) -> float:
-        scale = min(1.0, (self.policy_version + 1) / max(self._config.warmup_steps, 1))
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._config.lr * scale
-        return scale
+    def _before_update(self) -> None:
+        if self._publisher is not None:
+            self._publisher.before_update()
 
-    def _sum(self, value: torch.Tensor) -> torch.Tensor:
-        if self.world > 1:
-            value = value.clone()
-            dist.all_reduce(value, op=dist.ReduceOp.SUM)
-        return value
-
-    def _max(self, value: int) -> int:
-        if self.world == 1:
-            return value
-        tensor = torch.tensor(value)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return int(tensor)
+    def _means(self, parts: list[Metrics]) -> dict[str, float]:
+        """The metrics of all passes on all ranks."""
+        total = add_metrics(parts)
+        names = sorted(total)
+        return metric_means(dict(zip(names, self._ranks.sum(torch.stack([total[n] for n in names])), strict=True)))
 
     def connect(self, dtype: str, sync: WeightSyncConfig, transport: str, folder: str = "") -> Endpoint:
         """Lays out what this rank publishes, for generators of `dtype`; all ranks call it at the same time."""
         self.close()  # what an earlier connect made
+        parameters, adapter = [*self.policy.hf.named_parameters(), *_persistent_buffers(self.policy.hf)], None
+        if self._lora:
+            parameters, adapter = self._lora.published(self.policy.hf)
         self._publisher = Publisher(
-            [*self.policy.hf.named_parameters(), *_persistent_buffers(self.policy.hf)],
+            parameters,
             getattr(torch, dtype),
             sync,
             transport=transport,
+            adapter=adapter,
             model_type=self.policy.hf.config.model_type,
             rank=self.rank,
-            gather=self._gather,
+            gather=RankGroup(self.world).gather,
             folder=folder,
+            at_home=self._offload.at_home if self._offload else None,
         )
         return self._publisher.endpoint
-
-    def _gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [value] * self.world
-        if self.world > 1:
-            dist.all_gather_object(values, value)
-        return values
 
     @property
     def publisher(self) -> Publisher:
@@ -245,22 +337,42 @@ class Trainer:
     def state(self) -> TrainerState:
         """What saves and loads all that training goes on from; all ranks ask for it at the same time at first."""
         if self._state is None:
-            self._state = TrainerState(self.policy.hf, self._optimizer, self.world)
+            self._state = TrainerState(
+                self.policy.hf, self._optimizer, self.world, adapters_only=self._lora is not None
+            )
         return self._state
+
+    def stage_state(self, folder: str) -> None:
+        """Copies the state, which is on its way to `folder` then, and the critic's beside it; see `TrainerState`."""
+        self.state.stage(Path(folder), self.policy_version)
+        if self._critic is not None:
+            self._critic.state.stage(beside(folder), self._critic.version)
+
+    def wait_state(self, timeout_s: float) -> None:
+        """Until what was staged is on the disk. Raises what `TrainerState.wait` raises."""
+        self.state.wait(timeout_s)
+        if self._critic is not None:
+            self._critic.state.wait(timeout_s)
 
     def load_state(self, folder: str) -> int:
         """Goes on from the state in `folder`; returns its policy version. Raises what `TrainerState.load` raises."""
         self.policy_version = self.state.load(Path(folder))
+        if self._critic is not None:
+            self._critic.load_state(str(beside(folder)))
         return self.policy_version
 
     def save(self, folder: str, source: str) -> None:
         """Writes a Hugging Face checkpoint (safetensors, config, tokenizer) that appears whole or not at all.
 
-        Config and tokenizer are those of the model `source`. Raises RunFolderError when it cannot be written.
+        Config and tokenizer are those of the model `source`. With LoRA the weights are merged, and the adapter lies
+        beside them; a critic goes into a folder beside this one. Raises RunFolderError when it cannot be written.
         """
         state = self._full_state_dict()
         if self.rank == 0:
-            write_checkpoint(self.policy.hf, state, Path(folder), source, getattr(torch, self._spec.dtype))
+            dtype = getattr(torch, self._spec.dtype)
+            write_checkpoint(self.policy.hf, state, Path(folder), source, dtype, lora=self._lora)
+        if self._critic is not None:
+            self._critic.save(str(beside(folder)))
         if self.world > 1:
             dist.barrier()
 
@@ -284,7 +396,7 @@ def _persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Ten
                 yield name, buffer
 
 
-def _solo_process_group(device: str) -> None:
+def solo_process_group(device: str) -> None:
     """A process group of this process alone: FSDP2 wants one even when it shards over one rank."""
     store = dist.HashStore()
     dist.init_process_group(process_group_backend(device), store=store, rank=0, world_size=1)

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
-import os
-import socket
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-import torch.distributed as dist
-from monarch.actor import Actor, concurrent_endpoint, context, endpoint
+from monarch.actor import concurrent_endpoint, endpoint
 
-from actors.trainer import ModelSpec, StepResult, Trainer, TrainerConfig, process_group_backend
+from actors.ranks import RankActor, set_up
+from actors.trainer import ModelSpec, StepResult, Trainer, TrainerConfig
+from actors.turns import Turns
 from forge import channel
 from forge.errors import ConfigError
-from forge.launch import NODE_IP_ENV
 from forge.losses import LossConfig
 from forge.mesh import within
 from weightsync.config import WeightSyncConfig
@@ -35,24 +30,15 @@ _TRANSFERS = 8
 _NOTHING_OFFERED: tuple[int, int, list[RankOffer]] = (-1, -1, [])
 
 
-class TrainerActor(Actor):
-    """Monarch shell of `Trainer`, one actor a rank. Work runs in a thread: the actor stays reachable."""
+class TrainerActor(RankActor):
+    """Monarch shell of `Trainer`, one actor a rank. `options` are the trainer's own."""
 
-    def __init__(self, config: TrainerConfig, loss: LossConfig, spec: ModelSpec, *, world: int, seed: int) -> None:
-        self._arguments = (config, loss, spec)
-        self._world, self._seed = world, seed
-        # Not `current_rank()`, which is relative to the slice that a message went to.
-        self._rank = context().actor_instance.rank.rank
+    def __init__(self, config: TrainerConfig, loss: LossConfig, spec: ModelSpec, *, world: int, **options: Any) -> None:
+        super().__init__(world, "trainer")
+        self._arguments, self._options = (config, loss, spec), options
         self._trainer: Trainer | None = None
-        # One thread for good: memory that a step frees is found again by the next one.
-        self._thread = ThreadPoolExecutor(1, "trainer")
         # Checksums, deltas and transfers run beside it, and never in its way.
         self._behind = ThreadPoolExecutor(_TRANSFERS, "weights")
-
-    async def _run(self, work: Callable[[], T], thread: ThreadPoolExecutor | None = None) -> T:
-        # Monarch's calls find their actor in the context.
-        context = contextvars.copy_context()
-        return await asyncio.get_running_loop().run_in_executor(thread or self._thread, lambda: context.run(work))
 
     @property
     def _ready(self) -> Trainer:
@@ -60,33 +46,27 @@ class TrainerActor(Actor):
         return self._trainer
 
     @endpoint
-    async def rendezvous(self) -> str:
-        """Where the ranks meet: an address of this rank's node, with a free port."""
-        ip = os.environ.get(NODE_IP_ENV, "127.0.0.1")
-        with socket.socket() as probe:
-            probe.bind((ip, 0))
-            return f"tcp://{ip}:{probe.getsockname()[1]}"
-
-    @endpoint
     async def setup(self, address: str) -> None:
         self._trainer = await self._run(lambda: self._build(address))
 
     def _build(self, address: str) -> Trainer:
-        spec = self._arguments[2]
-        if self._world > 1:
-            dist.init_process_group(
-                process_group_backend(spec.device), init_method=address, rank=self._rank, world_size=self._world
-            )
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        return Trainer(*self._arguments, rank=self._rank, world=self._world, seed=self._seed)
+        self._join(address, self._arguments[2].device)
+        return Trainer(*self._arguments, rank=self._rank, world=self._world, **self._options)
 
     # Concurrent endpoints, all of them: a transfer starts while a step runs. One thread keeps their order.
 
     @concurrent_endpoint
     async def step(self, shards: Sequence[Any]) -> StepResult:
-        """`shards[rank]` is the handle of this rank's share of the batch."""
-        trainer = self._ready
-        return await self._run(lambda: trainer.step(channel.open(shards[trainer.rank])))
+        """`shards[dp_rank]` is the handle of this rank's share of the batch."""
+        return await self._here(lambda trainer: trainer.step(channel.open(shards[trainer.dp_rank])))
+
+    async def _here(self, work: Callable[[Trainer], T]) -> T:
+        """Runs `work` with the trainer on its device."""
+        return await self._run(lambda: self._on_device(work))
+
+    def _on_device(self, work: Callable[[Trainer], T]) -> T:
+        with self._ready.here():
+            return work(self._ready)
 
     @concurrent_endpoint
     async def connect(self, dtype: str, sync: WeightSyncConfig, transport: str, folder: str) -> Endpoint:
@@ -119,20 +99,20 @@ class TrainerActor(Actor):
 
     @concurrent_endpoint
     async def save(self, folder: str, source: str) -> None:
-        await self._run(lambda: self._ready.save(folder, source))
+        await self._here(lambda trainer: trainer.save(folder, source))
 
     @concurrent_endpoint
     async def stage_state(self, folder: str) -> None:
-        await self._run(lambda: self._ready.state.stage(Path(folder), self._ready.policy_version))
+        await self._here(lambda trainer: trainer.stage_state(folder))
 
     @concurrent_endpoint
     async def wait_state(self, timeout_s: float) -> None:
-        state = self._ready.state
-        await self._run(lambda: state.wait(timeout_s), self._behind)
+        trainer = self._ready
+        await self._run(lambda: trainer.wait_state(timeout_s), self._behind)
 
     @concurrent_endpoint
     async def load_state(self, folder: str) -> int:
-        return await self._run(lambda: self._ready.load_state(folder))
+        return await self._here(lambda trainer: trainer.load_state(folder))
 
     async def __cleanup__(self, exc: Exception | None) -> None:
         if self._trainer is not None:
@@ -152,30 +132,37 @@ class TrainerMesh:
         *,
         transport: str = "memory",
         folder: str = "",
+        turns: Turns | None = None,
     ) -> None:
+        """`turns` are those that it takes with the generators, where they share devices."""
         if world < 1:
             raise ConfigError(f"the trainer needs at least one process, got {world}")
+        self._turns = turns
         self._mesh, self._config, self._publish_dtype = mesh, config, publish_dtype
         self._sync, self._transport, self._folder = sync or WeightSyncConfig(), transport, folder
         self.world = world
+        self.num_shards = world // config.tensor_parallel
         self._offered = _NOTHING_OFFERED
 
     async def setup(self) -> None:
         """Loads the model on every rank; the ranks of one mesh form one process group."""
-        address = ""
-        if self.world > 1:
-            meeting = within(
-                self._config.start_timeout_s, "the trainer's ranks to answer", self._mesh.rendezvous.call()
-            )
-            (_, address), *_ = await meeting
-        call = self._mesh.setup.call(address)
-        await within(self._config.start_timeout_s, "the trainer to load the model", call)
+        await set_up(self._mesh, self.world, self._config.start_timeout_s, "trainer")
 
     async def step(self, shards: Sequence[Any]) -> StepResult:
-        """One step of all ranks; `shards[rank]` is a channel handle. Metrics are global, memory is the ranks' sum."""
-        call = self._mesh.step.call(shards)
-        results = [result for _, result in await within(self._config.step_timeout_s, "an optimizer step", call)]
-        return replace(results[0], peak_rss_bytes=sum(r.peak_rss_bytes for r in results))
+        """One step of all ranks; `shards` are `num_shards` channel handles, each for `tensor_parallel` readers.
+
+        Metrics are global, memory is the ranks' sum.
+        """
+        assert len(shards) == self.num_shards, f"{len(shards)} shards for {self.num_shards} data-parallel ranks"
+        async with self._turn("an optimizer step") as waited_s:
+            call = self._mesh.step.call(shards)
+            results = [result for _, result in await within(self._config.step_timeout_s, "an optimizer step", call)]
+        metrics = results[0].metrics | ({} if waited_s is None else {"extra/turn_wait_s": waited_s})
+        return replace(results[0], metrics=metrics, peak_rss_bytes=sum(r.peak_rss_bytes for r in results))
+
+    def _turn(self, what: str) -> contextlib.AbstractAsyncContextManager[float | None]:
+        """Inside, the devices are the trainer's; yields the seconds until they were, None where nobody shares them."""
+        return self._turns.training(what) if self._turns else contextlib.nullcontext()
 
     async def connect(self) -> Endpoint:
         """All ranks lay out what they publish; `WeightSync` calls this once."""
@@ -209,13 +196,15 @@ class TrainerMesh:
             await self._mesh.send.call(peer, offer)
 
     async def save(self, folder: str, source: str) -> None:
-        call = self._mesh.save.call(folder, source)
-        await within(self._config.step_timeout_s, f"the checkpoint {folder} to be written", call)
+        what = f"the checkpoint {folder} to be written"
+        async with self._turn(what):
+            await within(self._config.step_timeout_s, what, self._mesh.save.call(folder, source))
 
     async def stage_state(self, folder: str) -> None:
         """Copies all that training goes on from; it is on its way to `folder` then, behind training."""
-        call = self._mesh.stage_state.call(folder)
-        await within(self._config.step_timeout_s, f"the trainer's state to be copied for {folder}", call)
+        what = f"the trainer's state to be copied for {folder}"
+        async with self._turn(what):
+            await within(self._config.step_timeout_s, what, self._mesh.stage_state.call(folder))
 
     async def wait_state(self) -> None:
         """Until the state that was staged last is on the disk. Raises RunFolderError when it cannot be written."""
@@ -224,6 +213,8 @@ class TrainerMesh:
 
     async def load_state(self, folder: str) -> int:
         """Goes on from the state in `folder`; returns its policy version. Any number of ranks may have written it."""
-        call = self._mesh.load_state.call(folder)
-        (_, version), *_ = await within(self._config.start_timeout_s, f"the trainer to load {folder}", call)
+        what = f"the trainer to load {folder}"
+        async with self._turn(what):
+            call = self._mesh.load_state.call(folder)
+            (_, version), *_ = await within(self._config.start_timeout_s, what, call)
         return version

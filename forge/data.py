@@ -32,6 +32,8 @@ from forge.streamed_rows import Passes, Row
 
 Encoder = Callable[[Row], tuple[str, list[int]]]
 """A row to the text and the token ids that the policy continues."""
+AnswerOf = Callable[[Row], Any]
+"""A row to the `answer` of its prompt."""
 
 
 @runtime_checkable
@@ -177,21 +179,29 @@ class PromptStream:
     """Prompts for ever: epoch after epoch, each a permutation of all rows that depends on (seed, epoch) only.
 
     Rows without an index come in their own order, whatever `shuffle` says. `state_dict()` says how far the stream has
-    come; a stream over the same rows that loads it goes on with the very next prompt. Raises ConfigError for an empty
-    data set, and for rows that cannot be encoded.
+    come; a stream over the same rows that loads it goes on with the very next prompt. `answer_of` picks what a prompt
+    carries as its answer. Raises ConfigError for an empty data set, and for rows that cannot be encoded.
     """
 
-    def __init__(self, rows: Rows | Iterable[Row], encode: Encoder, seed: int = 0, *, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        rows: Rows | Iterable[Row],
+        encode: Encoder,
+        seed: int = 0,
+        *,
+        shuffle: bool = True,
+        answer_of: AnswerOf = lambda row: row.get("answer"),
+    ) -> None:
         prompts: _Prompts | Passes
         order: _Order | None = None
         if isinstance(rows, Rows):
             if not len(rows):
                 raise ConfigError("the data set has 0 rows; a stream of prompts needs at least one")
             self._setting = {"rows": len(rows), "seed": seed, "shuffle": shuffle}
-            prompts, order = _Prompts(rows, encode), _Order(len(rows), seed, shuffle)
+            prompts, order = _Prompts(rows, encode, answer_of), _Order(len(rows), seed, shuffle)
         else:
             self._setting = {"rows": -1, "seed": seed, "shuffle": False}
-            prompts = Passes(rows, lambda epoch, number, row: _prompt(epoch, number, row, encode))
+            prompts = Passes(rows, lambda epoch, number, row: _prompt(epoch, number, row, encode, answer_of))
         with warnings.catch_warnings():
             # torchdata 0.11 calls a function that torch deprecates.
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
@@ -246,25 +256,25 @@ class PromptStream:
 class _Prompts:
     """Map-style data set of prompts; its index is (epoch, row)."""
 
-    def __init__(self, rows: Rows, encode: Encoder) -> None:
+    def __init__(self, rows: Rows, encode: Encoder, answer_of: AnswerOf) -> None:
         self._rows = rows
-        self._encode = encode
+        self._encode, self._answer_of = encode, answer_of
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: tuple[int, int]) -> Prompt:
         epoch, number = index
-        return _prompt(epoch, number, self._rows[number], self._encode)
+        return _prompt(epoch, number, self._rows[number], self._encode, self._answer_of)
 
 
-def _prompt(epoch: int, number: int, row: Row, encode: Encoder) -> Prompt:
+def _prompt(epoch: int, number: int, row: Row, encode: Encoder, answer_of: AnswerOf) -> Prompt:
     if ("messages" in row) == ("prompt" in row):
         raise ConfigError(f"row {number} has the keys {sorted(row)}; it needs one of `messages` and `prompt`")
     text, token_ids = encode(row)
     if not token_ids:
         raise ConfigError(f"row {number} has 0 tokens; a completion needs at least one token before it")
-    return Prompt(number, epoch, text, token_ids, row.get("answer"), dict(row.get("metadata") or {}))
+    return Prompt(number, epoch, text, token_ids, answer_of(row), dict(row.get("metadata") or {}))
 
 
 class _Order(Sampler[tuple[int, int]]):

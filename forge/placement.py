@@ -2,7 +2,8 @@
 
 A *device slot* is one GPU, or on a CPU machine one rank of the trainer. Slots are numbered over all nodes in
 order: slot `s` lies on node `s // slots_per_node`. Named pools cut the slots into consecutive ranges; roles
-take slots from their pool in the order in which they are listed, and a slot belongs to one replica only.
+take slots from their pool in the order in which they are listed, and a slot belongs to one replica only. With
+`colocate` the generators' slots are the trainer's.
 
     slots      0    1    2    3  |  4    5    6    7        two nodes with four slots each
     pools      [ train           ]  [ rollout         ]     pools: {train: 4, rollout: 4}
@@ -49,6 +50,9 @@ class MeshConfig:
     """Run every actor inside the main process, so that pdb.set_trace() works; one rank a role."""
     slots: int | None = None
     """Device slots of a node. Default: torchrun's --nproc-per-node, else the GPUs, else the CPU cores."""
+    colocate: bool = False
+    """Trainer and generators take turns on the same device slots: a step interrupts generation. For one GPU, or for as
+    many as the trainer has ranks."""
     pools: dict[str, int] = field(default_factory=dict)
     """Named pools and their sizes in device slots; empty means one pool "default" with all slots."""
     trainer: RoleConfig = field(default_factory=RoleConfig)
@@ -56,7 +60,12 @@ class MeshConfig:
     generator: RoleConfig = field(default_factory=RoleConfig)
     """The inference engines."""
     reference: RoleConfig = field(default_factory=RoleConfig)
-    """The frozen reference policy; spawned only where a KL weight is set."""
+    """The frozen reference policy, or a teacher; spawned only where the loss reads its log-probs."""
+    critic: RoleConfig = field(default_factory=RoleConfig)
+    """The critic of PPO. Without procs it shares the trainer's processes; with as many as the trainer's it has a mesh of
+    its own, and both train at the same time."""
+    reward_model: RoleConfig = field(default_factory=RoleConfig)
+    """The reward model; spawned only where reward.model is set."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +213,10 @@ def plan_placement(
         all_slots = role == "trainer" and device == "cpu" and torchrun_slots is not None and not cfg.debug
         procs = role_cfg.procs or (pool.end - pool.begin if all_slots else 1)
         if takes_slots:
-            starts = _take_slots(role, role_cfg, procs, pool, slots)
+            if cfg.colocate and role == "generator":
+                starts = _share_slots(role_cfg, procs, placed["trainer"].replicas[0].devices, slots)
+            else:
+                starts = _take_slots(role, role_cfg, procs, pool, slots)
             replicas = tuple(
                 _on_slots(role, index, start, procs, slots, device, role_cfg.threads, names)
                 for index, start in enumerate(starts)
@@ -224,16 +236,18 @@ def _check(cfg: MeshConfig, roles: Sequence[str], slots: int) -> None:
     for pool, size in cfg.pools.items():
         if size < 1:
             raise ConfigError(f"mesh.pools.{pool} must be >= 1 device slot, got {size}")
+    if cfg.colocate:
+        _check_colocated(cfg, roles)
     for role in roles:
         role_cfg: RoleConfig = getattr(cfg, role)
         for name in ("procs", "replicas", "threads"):
             value = getattr(role_cfg, name)
             if value is not None and value < 1:
                 raise ConfigError(f"mesh.{role}.{name} must be >= 1, got {value}")
-        if role == "trainer" and role_cfg.replicas != 1:
+        if role in ("trainer", "critic") and role_cfg.replicas != 1:
             raise ConfigError(
-                f"mesh.trainer.replicas must be 1, got {role_cfg.replicas}; "
-                "raise mesh.trainer.procs to shard the trainer over more devices"
+                f"mesh.{role}.replicas must be 1, got {role_cfg.replicas}; "
+                f"raise mesh.trainer.procs to shard the {role} over more devices"
             )
         if cfg.debug and (role_cfg.procs or 1) > 1:
             raise ConfigError(
@@ -277,12 +291,46 @@ def _take_slots(role: str, cfg: RoleConfig, procs: int, pool: _Pool, slots: int)
                 )
             raise ConfigError(
                 f"{pool.last_role} and {role} would share a device: pool {pool.name!r} has {size} device(s), "
-                f"and {role} needs {procs * cfg.replicas} beside those taken; there is no colocated mode, so "
-                f"add devices, or lower procs or replicas of mesh.{role} or mesh.{pool.last_role}"
+                f"and {role} needs {procs * cfg.replicas} beside those taken; add devices, lower procs or "
+                f"replicas of mesh.{role} or mesh.{pool.last_role}, or let trainer and generator take turns "
+                "(mesh.colocate=true)"
             )
         starts.append(start)
         pool.cursor = start + procs
     pool.last_role = role
+    return starts
+
+
+def _check_colocated(cfg: MeshConfig, roles: Sequence[str]) -> None:
+    if not {"trainer", "generator"} <= set(roles):
+        raise ConfigError(
+            f"mesh.colocate is true, but this run has the roles {', '.join(roles)} only: nobody takes turns; leave it "
+            "false"
+        )
+    if cfg.trainer.pool != cfg.generator.pool:
+        raise ConfigError(
+            f"mesh.colocate is true, mesh.trainer.pool {cfg.trainer.pool!r} and mesh.generator.pool "
+            f"{cfg.generator.pool!r}: they are to share their devices; name the same pool"
+        )
+    if "critic" in roles:
+        raise ConfigError(
+            f"mesh.colocate is true, mesh.critic.procs {cfg.critic.procs}: a critic on a mesh of its own takes no "
+            "turns; leave the latter out, the critic shares the trainer's processes then"
+        )
+
+
+def _share_slots(cfg: RoleConfig, procs: int, devices: Sequence[int], slots: int) -> list[int]:
+    """First slot of each generator replica, on the trainer's `devices`."""
+    starts, cursor = [], devices[0]
+    for _ in range(cfg.replicas):
+        starts.append(_fit("generator", cursor, procs, slots))
+        cursor = starts[-1] + procs
+    if cursor > devices[-1] + 1:
+        raise ConfigError(
+            f"mesh.colocate is true, the generators need {procs * cfg.replicas} device(s) (mesh.generator.procs="
+            f"{procs} x mesh.generator.replicas={cfg.replicas}, none across the end of a node of {slots}), the trainer "
+            f"has {len(devices)}; lower them or raise mesh.trainer.procs"
+        )
     return starts
 
 

@@ -264,7 +264,14 @@ class _Bar(Progress):
 
 
 def status_line(row: Row, eta_s: float) -> str:
-    """The figures of one row in one line below 80 columns; staleness as mean/max, then the bound."""
+    """The figures of one row in one line below 80 columns; staleness as mean/max, then the bound.
+
+    A run without a replay, on data that are there, has its loss instead.
+    """
+    if row["staleness/bound"] is None:
+        pace = (row["tokens/trained"] or 0) / row["time/step_s"] if row["time/step_s"] else None
+        figures = (f"loss {_text(row['loss/policy'], '.4f')}", f"{_text(pace, ',.0f')} tok/s")
+        return "  ".join((*figures, f"idle {_text(row['trainer/idle_share'], '.0%')}", f"ETA {_duration(eta_s)}"))
     return "  ".join(
         (
             f"reward {_text(row['reward/mean'], '.3f')}",
@@ -302,6 +309,15 @@ def _facts(rows: Sequence[Row], total_steps: int | None) -> Iterable[tuple[str, 
     of_total = "" if total_steps is None else f" of {total_steps:,}"
     yield "steps", f"{len(rows):,}{of_total}"
     yield "episodes", _count(rows, "episodes/trained")
+    offline = bool(rows) and last.get("staleness/bound") is None
+    yield from _data_facts(rows, wall_s) if offline else _rollout_facts(rows, wall_s)
+    yield "wall time", _duration(wall_s)
+    if nonfinite := sum(_values(rows, NONFINITE)):
+        yield "NaN or infinite", f"{nonfinite:,} values, written as null"
+
+
+def _rollout_facts(rows: Sequence[Row], wall_s: float) -> Iterable[tuple[str, str]]:
+    last = rows[-1] if rows else {}
     yield "reward", _rise(_values(rows, "reward/mean"))
     yield "tokens", f"{_count(rows, 'tokens/generated')} generated, {_count(rows, 'tokens/trained')} trained"
     yield "tokens/s", _text(_over(rows, "tokens/generated", wall_s), ",.0f")
@@ -311,9 +327,14 @@ def _facts(rows: Sequence[Row], total_steps: int | None) -> Iterable[tuple[str, 
     yield "dropped", f"{dropped} episodes, {wasted} tokens"
     yield "publish stall", _mean_max_ms(_values(rows, "time/publish_stall_s"))
     yield "generator pause", _mean_max_ms([v for v in _values(rows, "generator/pause_s") if v > 0])
-    yield "wall time", _duration(wall_s)
-    if nonfinite := sum(_values(rows, NONFINITE)):
-        yield "NaN or infinite", f"{nonfinite:,} values, written as null"
+
+
+def _data_facts(rows: Sequence[Row], wall_s: float) -> Iterable[tuple[str, str]]:
+    """Of a run on data that are there, without a replay."""
+    yield "loss", _rise(_values(rows, "loss/policy"))
+    yield "tokens", f"{_count(rows, 'tokens/trained')} trained"
+    yield "tokens/s", _text(_over(rows, "tokens/trained", wall_s), ",.0f")
+    yield "trainer idle share", _text(_over(rows, "time/wait_batch_s", wall_s), ".1%")
 
 
 def _values(rows: Sequence[Row], key: str) -> list[Number]:

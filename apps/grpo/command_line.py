@@ -1,15 +1,17 @@
-"""The command line of the apps that take the configuration of GRPO."""
+"""From a command line to a run: of the apps that take the configuration of GRPO, and of others."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from apps.grpo import algorithms
-from apps.grpo.config import DEFAULT_PRESET, AppConfig, plan_run
+from apps.grpo.config import DEFAULT_PRESET, AppConfig, plan_whole_groups
 from forge import config, launch
 from forge.launch import Hosts, Stopping
+
+C = TypeVar("C")
 
 
 def start(
@@ -18,17 +20,31 @@ def start(
     prog: str,
     description: str,
     preset: Path = DEFAULT_PRESET,
-    check: Callable[[AppConfig, int | None, int], object] = plan_run,
+    check: Callable[[AppConfig, int | None, int], object] = plan_whole_groups,
+) -> NoReturn:
+    """`start_app` for GRPO's configuration."""
+    start_app(AppConfig, main, prog=prog, description=description, preset=preset, check=check, expand=algorithms.expand)
+
+
+def start_app(
+    config_cls: type[C],
+    main: Callable[[C, Hosts, Stopping], Awaitable[object]],
+    *,
+    prog: str,
+    description: str,
+    preset: Path,
+    check: Callable[[C, int | None, int], object],
+    expand: Callable[[Sequence[str]], Sequence[str]] = list,
 ) -> NoReturn:
     """Reads the command line and runs `main` to its end; `check(cfg, slots, num_hosts)` refuses what cannot work."""
     slots, num_hosts = launch.leave_spare_ranks()
     cfg = config.parse(
-        AppConfig,
+        config_cls,
         default_config=preset,
         prog=prog,
         description=description,
         validate=lambda c: check(c, slots, num_hosts),
         resume_key="run.resume",
-        expand=algorithms.expand,
+        expand=expand,
     )
     launch.run(lambda hosts, stopping: main(cfg, hosts, stopping), launch.bring_up())

@@ -14,9 +14,10 @@ Each loop waits for one thing only, named in its docstring. `apps/grpo/spawn.py`
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from actors.rollout import rollout_group
+from actors.rollout import Rollout, rollout_group
 from apps.grpo.command_line import start
 from apps.grpo.config import AppConfig, plan_run
 from apps.grpo.spawn import Actors, spawn_actors, tokens_event
@@ -37,6 +38,8 @@ class Run:
     cfg: AppConfig
     actors: Actors
     log: RunLog
+    rollout: Callable[..., Awaitable[Rollout]] = rollout_group
+    """From a ticket's prompt to its group; another one is called like `actors.rollout.rollout_group`."""
     meter: Meter = field(init=False)
     saver: Saver = field(init=False)
     episodes: list[EpisodeRecord] = field(default_factory=list)
@@ -59,7 +62,7 @@ async def rollout_loop(run: Run) -> None:
     actors, grpo = run.actors, run.cfg.grpo
     while (ticket := await actors.replay.reserve()) is not None:
         try:
-            rollout = await rollout_group(
+            rollout = await run.rollout(
                 ticket.prompt,
                 actors.generators,
                 actors.reward,
@@ -69,6 +72,7 @@ async def rollout_loop(run: Run) -> None:
                 decode=actors.decode,
                 seed=run.cfg.seed,
                 reference=actors.reference,
+                reward_model=actors.reward_model,
                 oversample=grpo.oversample,
                 begun=ticket.begun,
             )
@@ -86,7 +90,7 @@ async def train_loop(run: Run) -> None:
     actors, meter, version = run.actors, run.meter, run.log.start
     while version < run.cfg.trainer.steps:
         with meter.timed("time/wait_batch_s"):
-            batch = await run.log.patiently(actors.replay.sample(version, actors.trainer.world), run.why_waiting)
+            batch = await run.log.patiently(actors.replay.sample(version, actors.trainer.num_shards), run.why_waiting)
         if batch is None:
             break
         with meter.timed("time/step_s"):

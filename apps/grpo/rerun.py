@@ -42,15 +42,16 @@ async def main(cfg: AppConfig, hosts: Hosts, stopping: Stopping) -> None:
     folder = recorded_folder(cfg)
     recording = Recording(folder / "journal")
     recorded = {row["step"]: row for row in read_rows(folder / "metrics.jsonl")}
+    together = {"together": cfg.loss.needs.together, "readers": cfg.trainer.tensor_parallel}
     row_tokens = cfg.trainer.microbatch_tokens
-    replay = RecordedReplay(recording, lambda groups, ranks: hand_over(groups, ranks, row_tokens, channel))
+    replay = RecordedReplay(recording, lambda groups, ranks: hand_over(groups, ranks, row_tokens, channel, **together))
     compared: list[tuple[Row, Row]] = []
     async with Cluster(hosts, plan_run(cfg, hosts.slots_per_host, hosts.num_hosts), debug=cfg.mesh.debug) as cluster:
         version, state = first_state(recording, folder)
         spec = model_spec(cfg, str(resolve_model(cfg.model)), cluster.device)
         trainer = await start_trainer(cfg, cluster, spec, state)
         while version < cfg.trainer.steps and not stopping.is_set():
-            batch = await replay.sample(version, trainer.world)
+            batch = await replay.sample(version, trainer.num_shards)
             if batch is None:
                 break
             result = await trainer.step(batch.handles)

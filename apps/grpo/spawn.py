@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,20 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, GenerationConfig
 
-from actors.generator import GeneratorActor, Generators, Progress, Replica
+from actors.critic import CriticConfig
+from actors.critic_mesh import CriticActor, TrainerWithCritic
+from actors.generator import GeneratorActor, GeneratorConfig, Generators, Progress, Replica
+from actors.lora import targets_of_model
 from actors.model import pick_dtype
 from actors.reference import ReferenceActor, ReferenceClient
 from actors.reward import RewardActor, RewardClient
-from actors.rollout import References, Rewards
-from actors.trainer import ModelSpec
+from actors.reward_model import RewardModelActor, RewardModelClient
+from actors.rollout import References, RewardModels, Rewards
+from actors.tensor_parallel import check_tensor_parallel
+from actors.trainer import ModelSpec, TrainerConfig
 from actors.trainer_mesh import TrainerActor, TrainerMesh
+from actors.turns import Turns
+from actors.value_model import check_vocabulary
 from apps.grpo.config import AppConfig
 from apps.grpo.models import resolve_model
 from forge.data import DataConfig, PromptStream, load_task, make_encoder
@@ -29,6 +36,7 @@ from replay.events import Tokens
 from replay.persistence import JournalPlace
 from replay.staleness import num_slots
 from weightsync import transports
+from weightsync.config import WeightSyncConfig
 from weightsync.sync import WeightSync
 
 # vLLM and what it loads tell a user of this app nothing that is theirs to act on.
@@ -49,6 +57,7 @@ class Actors:
     generators: Generators
     reward: Rewards
     reference: References | None
+    reward_model: RewardModels | None
     replay: ReplayClient
     trainer: TrainerMesh
     sync: WeightSync
@@ -64,10 +73,13 @@ class Actors:
         return memory
 
 
-async def spawn_actors(cfg: AppConfig, cluster: Cluster, log: RunLog, reward: Rewards | None = None) -> Actors:
+async def spawn_actors(
+    cfg: AppConfig, cluster: Cluster, log: RunLog, reward: Rewards | None = None, *, teacher: str | None = None
+) -> Actors:
     """All actors of the run of `log`, set up side by side; in the state of its checkpoint where it is resumed.
 
-    A `reward` of the caller's own takes the place of the configured functions, whose actor is not spawned then.
+    A `reward` of the caller's own takes the place of the configured functions, whose actor is not spawned then. Where
+    the loss needs a reference, it is the folder `teacher`; by default the model that is trained, as it was.
     """
     note = log.note
     note(f"preparing model {cfg.model}")
@@ -75,6 +87,9 @@ async def spawn_actors(cfg: AppConfig, cluster: Cluster, log: RunLog, reward: Re
     tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, model)
     first = make_prompts(cfg.data, tokenizer, cfg.seed).peek()
     spec = model_spec(cfg, model, cluster.device)
+    generator = await asyncio.to_thread(generator_config, cfg, model)
+
+    turns = Turns(_longest_turn_s(cfg)) if cfg.mesh.colocate else None
 
     same_host = cluster.same_host("trainer", "generator")
     transport = transports.choose(cfg.weightsync.transport, same_host=same_host, device=_staging(cfg, spec), note=note)
@@ -84,17 +99,27 @@ async def spawn_actors(cfg: AppConfig, cluster: Cluster, log: RunLog, reward: Re
     async with asyncio.TaskGroup() as tasks:
         state = log.resumed.path / "trainer" if log.resumed else None
         weights = str(log.folder.absolute / "weights")
-        trainer = tasks.create_task(start_trainer(cfg, cluster, spec, state, transport=transport, folder=weights))
+        options: dict[str, Any] = {"transport": transport, "folder": weights, "turns": turns}
+        trainer = tasks.create_task(start_trainer(cfg, cluster, spec, state, **options))
         stop = stop_ids(tokenizer, model)
         replicas = [
-            tasks.create_task(_start_generator(cfg, cluster, spec, index, stop, first.token_ids))
+            tasks.create_task(
+                _start_generator(
+                    cfg, cluster, spec, generator, index, stop, first.token_ids, turns=turns, behind=trainer
+                )
+            )
             for index in range(cluster.replicas("generator"))
         ]
         replay = tasks.create_task(_start_replay(cfg, cluster, model, log))
         rewards = tasks.create_task(_start_reward(cfg, cluster, reward))
-        reference = tasks.create_task(_start_reference(cfg, cluster, spec)) if cfg.loss.kl_weight else None
-    generators = Generators([task.result() for task in replicas])
-    sync = WeightSync(trainer.result(), generators.replicas, cfg.weightsync)
+        judge = tasks.create_task(_start_reward_model(cfg, cluster, spec)) if cfg.reward.model else None
+        reference = (
+            tasks.create_task(start_reference(cfg.trainer, cluster, replace(spec, path=teacher or spec.path)))
+            if cfg.loss.needs_reference
+            else None
+        )
+    generators = Generators([task.result() for task in replicas], turns)
+    sync = WeightSync(trainer.result(), generators.replicas, _patient(cfg))
     await sync.connect()
     if log.resumed is not None:
         note(f"bringing the generators to version {log.resumed.version}")
@@ -105,6 +130,7 @@ async def spawn_actors(cfg: AppConfig, cluster: Cluster, log: RunLog, reward: Re
         generators=generators,
         reward=rewards.result(),
         reference=reference.result() if reference else None,
+        reward_model=judge.result() if judge else None,
         replay=replay.result(),
         trainer=trainer.result(),
         sync=sync,
@@ -113,9 +139,33 @@ async def spawn_actors(cfg: AppConfig, cluster: Cluster, log: RunLog, reward: Re
 
 
 def model_spec(cfg: AppConfig, model: str, device: str) -> ModelSpec:
-    """What the trainer loads from the folder `model`, with the sampling of the generators."""
+    """What the trainer loads from the folder `model`, with the sampling of the generators.
+
+    Raises ConfigError when the model cannot be divided among `trainer.tensor_parallel` ranks.
+    """
+    check_tensor_parallel(model, cfg.trainer.tensor_parallel)
     dtype, sampling = str(pick_dtype(cfg.dtype, device)).removeprefix("torch."), cfg.generator.sampling
     return ModelSpec(model, dtype, device, sampling.temperature, sampling.top_p, sampling.top_k)
+
+
+def generator_config(cfg: AppConfig, model: str) -> GeneratorConfig:
+    """The section generator; where the trainer trains adapters, with room for those of the model in folder `model`."""
+    lora, generator = cfg.trainer.lora, cfg.generator
+    if not lora.rank:
+        return generator
+    targets = {*generator.lora_targets, *targets_of_model(model, lora)}
+    return replace(generator, lora_rank=max(generator.lora_rank, lora.rank), lora_targets=sorted(targets))
+
+
+def _longest_turn_s(cfg: AppConfig) -> float:
+    """How long a turn of a colocated run may take: the engines' sleep, a step, their waking, a flip before all that."""
+    return cfg.trainer.step_timeout_s + 3 * cfg.weightsync.deadline_s
+
+
+def _patient(cfg: AppConfig) -> WeightSyncConfig:
+    """The section weightsync as the controller follows it: in a colocated run an update may have to wait for a turn."""
+    sync = cfg.weightsync
+    return replace(sync, deadline_s=sync.deadline_s + _longest_turn_s(cfg)) if cfg.mesh.colocate else sync
 
 
 def _staging(cfg: AppConfig, spec: ModelSpec) -> str:
@@ -131,36 +181,92 @@ async def start_trainer(
     *,
     transport: str = "memory",
     folder: str = "",
+    turns: Turns | None = None,
 ) -> TrainerMesh:
-    """The trainer on its mesh, in the saved `state` where there is one; `folder` is where the file transport writes."""
-    world = cluster.procs("trainer")
-    mesh = await cluster.spawn("trainer", TrainerActor, cfg.trainer, cfg.loss, spec, world=world, seed=cfg.seed)
-    folder = cfg.weightsync.folder or folder
-    trainer = TrainerMesh(mesh, cfg.trainer, world, spec.dtype, cfg.weightsync, transport=transport, folder=folder)
+    """The trainer on its mesh, in the saved `state` where there is one; `folder` is where the file transport writes.
+
+    With `turns` it leaves a GPU to the generators in between.
+    """
+    critic, sections = await _critic(cfg, spec.path), (cfg.trainer, cfg.loss, spec)
+    own = critic is not None and cfg.mesh.critic.procs is not None
+    options: dict[str, Any] = {"world": cluster.procs("trainer"), "seed": cfg.seed}
+    own_options: dict[str, Any] = {
+        "critic": critic,
+        "critic_inside": not own,
+        "offload": turns is not None and spec.device == "cuda",
+    }
+    mesh = await cluster.spawn("trainer", TrainerActor, *sections, **own_options, **options)
+    kind: Callable[..., TrainerMesh] = TrainerMesh
+    if own:
+        kind = partial(TrainerWithCritic, await cluster.spawn("critic", CriticActor, critic, *sections, **options))
+    world, folder = options["world"], cfg.weightsync.folder or folder
+    trainer = kind(
+        mesh, cfg.trainer, world, spec.dtype, cfg.weightsync, transport=transport, folder=folder, turns=turns
+    )
     await trainer.setup()
     if state is not None:
         await trainer.load_state(str(state))
     return trainer
 
 
+async def _critic(cfg: AppConfig, policy: str) -> CriticConfig | None:
+    """The section critic with its model as a folder, where there is a critic. Raises ConfigError."""
+    if not cfg.has_critic or not cfg.critic.model:
+        return cfg.critic if cfg.has_critic else None
+    model = await asyncio.to_thread(resolve_model, cfg.critic.model)
+    await asyncio.to_thread(check_vocabulary, model, policy, option="critic.model")
+    return replace(cfg.critic, model=model)
+
+
+async def _start_reward_model(cfg: AppConfig, cluster: Cluster, spec: ModelSpec) -> RewardModelClient:
+    model = await asyncio.to_thread(resolve_model, cfg.reward.model)
+    await asyncio.to_thread(check_vocabulary, model, spec.path, option="reward.model")
+    mesh = await cluster.spawn(
+        "reward_model",
+        RewardModelActor,
+        replace(spec, path=model),
+        microbatch_tokens=cfg.trainer.microbatch_tokens,
+        turns=cfg.reward.model_turns,
+    )
+    client = RewardModelClient(mesh, cfg.reward, cfg.trainer)
+    await client.setup()
+    return client
+
+
 async def _start_generator(
-    cfg: AppConfig, cluster: Cluster, spec: ModelSpec, index: int, stop: list[int], warm_up: list[int]
+    cfg: AppConfig,
+    cluster: Cluster,
+    spec: ModelSpec,
+    generator: GeneratorConfig,
+    index: int,
+    stop: list[int],
+    warm_up: list[int],
+    *,
+    turns: Turns | None,
+    behind: asyncio.Task[TrainerMesh],
 ) -> Replica:
+    sleep_mode = turns is not None and spec.device == "cuda"
+    if turns is not None:
+        await asyncio.wait([behind])  # vLLM measures what is free when it starts: the trainer has left the device then
     mesh = await cluster.spawn(
         "generator",
         GeneratorActor,
-        cfg.generator,
+        generator,
         spec.path,
         spec.dtype,
         seed=cfg.seed + index,
         stop_ids=stop,
         procs=cluster.procs("generator"),
-        sync=cfg.weightsync,
+        # A shadow would lie where vLLM's sleep does not find it, and memory is what turns are taken for.
+        sync=replace(cfg.weightsync, shadow=False) if sleep_mode else cfg.weightsync,
+        sleep_mode=sleep_mode,
         replica=index,
         env=QUIET,
     )
-    replica = Replica(mesh, f"generator_{index}", cfg.generator)
+    replica = Replica(mesh, f"generator_{index}", generator, turns, cfg.weightsync.deadline_s)
     await replica.setup(warm_up)
+    if turns is not None:
+        turns.add(replica)
     return replica
 
 
@@ -185,6 +291,8 @@ async def _start_replay(cfg: AppConfig, cluster: Cluster, model: str, log: RunLo
         cfg.grpo.degenerate,
         start_version=log.start,
         row_tokens=cfg.trainer.microbatch_tokens,
+        together=cfg.loss.needs.together,
+        readers=cfg.trainer.tensor_parallel,
         seed=cfg.seed,
         prompts=partial(open_prompts, cfg.data, model, cfg.seed),
         journal=journal,
@@ -205,9 +313,10 @@ def open_prompts(data: DataConfig, model: str, seed: int) -> PromptStream:
     return make_prompts(data, AutoTokenizer.from_pretrained(model), seed)
 
 
-async def _start_reference(cfg: AppConfig, cluster: Cluster, spec: ModelSpec) -> ReferenceClient:
-    mesh = await cluster.spawn("reference", ReferenceActor, spec, microbatch_tokens=cfg.trainer.microbatch_tokens)
-    client = ReferenceClient(mesh, cfg.trainer)
+async def start_reference(trainer: TrainerConfig, cluster: Cluster, spec: ModelSpec) -> ReferenceClient:
+    """The frozen model of `spec`, which is a teacher where its folder is another than the trainer's."""
+    mesh = await cluster.spawn("reference", ReferenceActor, spec, microbatch_tokens=trainer.microbatch_tokens)
+    client = ReferenceClient(mesh, trainer)
     await client.setup()
     return client
 

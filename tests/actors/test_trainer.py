@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from tensordict import TensorDict
 from actors.model import freeze_except, load_hf
 from actors.trainer import ModelSpec, Trainer, TrainerConfig
 from apps.grpo.models import resolve_model
-from forge.batch import collate, make_group
-from forge.errors import ConfigError
+from forge.batch import collate, is_packed, make_group
+from forge.errors import ConfigError, SchemaError
 from forge.losses import Aggregation, LossConfig
 from forge.packing import first_fit, flatten, pack
 from forge.segment import Segment, SegmentRef
@@ -51,9 +52,15 @@ def trainer(nano: str, loss: LossConfig | None = None, **config: Any) -> Trainer
     return Trainer(TrainerConfig(**config), loss or LossConfig(), ModelSpec(nano, "float32", **spec))
 
 
+def accumulate(one: Trainer, batch: TensorDict) -> dict[str, float]:
+    """A step without its updates; the metrics."""
+    minis = one._prepare(batch if is_packed(batch) else flatten(batch))
+    return one._means([part for cuts in minis for part in one._backward(cuts, first=True)])
+
+
 def gradient(nano: str, batch: TensorDict, **config: Any) -> dict[str, torch.Tensor]:
     one = trainer(nano, **config)
-    one._accumulate(batch)
+    accumulate(one, batch)
     return {name: p.grad.clone() for name, p in one.policy.hf.named_parameters()}
 
 
@@ -110,15 +117,25 @@ def _rank_gradient(rank: int, world: int, folder: str, nano: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     rows = [list(range(11)), list(range(11, 16))][rank]  # uneven: one rank runs out of passes first
-    one = Trainer(TrainerConfig(microbatch_tokens=30), LossConfig(), ModelSpec(nano, "float32"), rank=rank, world=world)
-    metrics = one._accumulate(ragged_batch()[torch.tensor(rows)])
+    spec, batch = ModelSpec(nano, "float32"), rich_batch()[torch.tensor(rows)]
+    ways = {}
+    for way, options in WAYS.items():
+        config = TrainerConfig(microbatch_tokens=30, packing=way == "ppo")
+        one = Trainer(config, LossConfig(**options), spec, rank=rank, world=world)
+        accumulate(one, batch)
+        ways[way] = {name: p.grad.full_tensor() for name, p in one.policy.hf.named_parameters()}
+    one = Trainer(TrainerConfig(updates=3, lr=1e-2), LossConfig(correction="tis"), spec, rank=rank, world=world)
+    one.step(batch)
+    moved = {name: p.detach().full_tensor() for name, p in one.policy.hf.named_parameters()}
+    one = Trainer(TrainerConfig(microbatch_tokens=30), LossConfig(), spec, rank=rank, world=world)
+    metrics = accumulate(one, ragged_batch()[torch.tensor(rows)])
     full = {name: p.grad.full_tensor() for name, p in one.policy.hf.named_parameters()}
     before = {n: p.detach().full_tensor().clone() for n, p in one.policy.hf.named_parameters()}
     endpoint = one.connect("float32", WeightSyncConfig(), "memory")
     one.publisher.snapshot(1, 1)
     dist.barrier()
     if rank == 0:
-        torch.save({"gradient": full, "metrics": metrics}, f"{folder}/out.pt")
+        torch.save({"gradient": full, "metrics": metrics, "ways": ways, "moved": moved}, f"{folder}/out.pt")
         published = attach(endpoint, 1)
         for entry in endpoint.layout.entries:
             assert torch.equal(view(published.buffer, entry), before[entry.name]), entry.name
@@ -134,10 +151,15 @@ def test_two_sharded_ranks_give_the_gradient_and_the_weights_of_one(nano: str, t
     torch.multiprocessing.spawn(_rank_gradient, args=(2, str(tmp_path), nano), nprocs=2)
     two = torch.load(tmp_path / "out.pt")
     one = trainer(nano)
-    metrics = one._accumulate(ragged_batch())
+    metrics = accumulate(one, ragged_batch())
     assert_same(two["gradient"], {n: p.grad for n, p in one.policy.hf.named_parameters()})
     for key, value in metrics.items():
         assert two["metrics"][key] == pytest.approx(value, abs=1e-5), key
+    for way, options in WAYS.items():
+        assert_same(two["ways"][way], gradient(nano, rich_batch(), loss=LossConfig(**options)))
+    updated = trainer(nano, LossConfig(correction="tis"), updates=3, lr=1e-2)
+    updated.step(rich_batch())
+    assert_same(two["moved"], {n: p.detach() for n, p in updated.policy.hf.named_parameters()})
     reloaded = load_hf(tmp_path / "checkpoint", torch.float32)
     for name, parameter in one.policy.hf.state_dict().items():
         assert torch.equal(reloaded.state_dict()[name], parameter), name
@@ -160,15 +182,134 @@ def test_a_step_makes_a_version_and_changes_the_weights(nano: str) -> None:
     assert any(not torch.equal(before[n], p) for n, p in one.policy.hf.named_parameters())
 
 
-def test_a_non_finite_gradient_is_an_error_and_leaves_the_weights_alone(nano: str) -> None:
-    one = trainer(nano)
+def test_a_non_finite_gradient_is_skipped_and_counted_until_there_are_too_many_in_a_row(nano: str) -> None:
+    one = trainer(nano, max_skipped=2)
+    good, bad = ragged_batch(), ragged_batch()
+    bad["advantages"][0] = float("inf")
     before = {n: p.detach().clone() for n, p in one.policy.hf.named_parameters()}
-    batch = ragged_batch()
-    batch["advantages"][0] = float("inf")
-    with pytest.raises(FloatingPointError, match="the gradient norm of step 1 is"):
-        one.step(batch)
+
+    def skipped(batch: TensorDict) -> float | None:
+        return one.step(batch).metrics["extra/skipped_updates"]
+
+    assert [skipped(bad), skipped(bad)] == [1, 1]
     assert all(torch.equal(before[n], p) for n, p in one.policy.hf.named_parameters())
-    assert one.policy_version == 0
+    assert [skipped(good), skipped(bad), skipped(bad)] == [0, 1, 1]
+    with pytest.raises(FloatingPointError, match=r"the gradient norm of step 6 is .*after 2 updates .*max_skipped"):
+        one.step(bad)
+    assert one.policy_version == 5
+    assert all(bool(p.isfinite().all()) for p in one._parameters)
+
+
+def rich_batch() -> TensorDict:
+    """With versions, a reference, and rewards of tokens."""
+    batch, draw = ragged_batch(), torch.Generator().manual_seed(1)
+    shape, mask = batch["tokens"].shape, batch["loss_mask"]
+    batch["ref_logprobs"] = torch.where(mask, batch["behavior_logprobs"] + 0.1, 0.0)
+    batch["token_rewards"] = torch.where(mask, 0.1 * torch.randn(shape, generator=draw), 0.0)
+    batch["values"] = torch.where(mask, torch.randn(shape, generator=draw), 0.0)
+    batch["token_versions"] = torch.where(mask, torch.arange(shape[0])[:, None] % 3 - 2, -1).clamp(min=-1)
+    batch["token_versions"][mask] = batch["token_versions"][mask].clamp(min=0)
+    return batch
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "grpo": {"aggregation": "seq_mean_token_mean"},
+    "dr_grpo": {"aggregation": "seq_mean_token_sum_norm", "norm_length": 12},
+    "gspo": {"name": "gspo", "aggregation": "seq_mean_token_mean"},
+    "cispo": {"name": "cispo", "clip_low": 1.0, "clip_high": 4.0},
+    "rloo": {"aggregation": "seq_mean_token_sum"},
+    "reinforce_pp": {"token_advantages": "reinforce_pp", "kl_weight": 0.1, "kl_in": "reward", "kl_estimator": "k1"},
+    "ppo": {"token_advantages": "gae", "gamma": 0.9, "lam": 0.8},
+    "decoupled_ppo": {"name": "decoupled_ppo"},
+    "tis": {"correction": "tis"},
+}
+"""Of every algorithm what the trainer sees of it."""
+CUTS: list[dict[str, Any]] = [{"microbatch_tokens": 24}, {"packing": True}, {"packing": True, "microbatch_tokens": 30}]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_algorithm_sees_how_the_batch_is_cut(nano: str, way: str) -> None:
+    loss, batch = LossConfig(**WAYS[way]), rich_batch()
+    whole = gradient(nano, batch, loss=loss)
+    for cut in CUTS:
+        assert_same(gradient(nano, batch, loss=loss, **cut), whole)
+
+
+def test_advantages_of_tokens_are_white_over_the_whole_batch(nano: str) -> None:
+    batch = rich_batch()
+    del batch["token_rewards"]
+    one = trainer(nano, LossConfig(token_advantages="reinforce_pp"), microbatch_tokens=24)
+    [cuts] = one._prepare(flatten(batch))
+    assert len(cuts) > 3
+    values = torch.cat([cut.advantages[cut.loss_mask] for cut in cuts])
+    assert float(values.mean()) == pytest.approx(0.0, abs=1e-6)
+    assert float(values.std()) == pytest.approx(1.0, abs=1e-5)
+    own = [(row, number) for cut in cuts for row, number in zip(cut.rows, cut.advantages, strict=True)]
+    raw = batch["advantages"]
+    every = torch.cat([raw[row].expand(int(batch["loss_mask"][row].sum())) for row, _ in own])
+    torch.testing.assert_close(values, (every - every.mean()) / every.std(), rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_token_advantage_needs_and_lacks_is_an_error(nano: str) -> None:
+    with pytest.raises(SchemaError, match=r"values is missing; loss\.token_advantages gae needs a critic"):
+        trainer(nano, LossConfig(token_advantages="gae")).step(ragged_batch())
+    loss = LossConfig(token_advantages="reinforce_pp", kl_weight=0.1, kl_in="reward")
+    with pytest.raises(SchemaError, match=r"ref_logprobs is missing; loss\.kl_in reward needs it"):
+        trainer(nano, loss).step(ragged_batch())
+
+
+# Several updates of one batch
+
+
+def test_two_updates_of_a_batch_are_two_steps_on_its_halves(nano: str) -> None:
+    batch = ragged_batch()
+    both, halves = trainer(nano, lr=1e-2, updates=2), trainer(nano, lr=1e-2)
+    result = both.step(batch)
+    first, second = halves.step(batch[:8]), halves.step(batch[8:])
+    for ours, theirs in zip(both._parameters, halves._parameters, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert (result.policy_version, second.policy_version) == (1, 2)
+    norms = [float(r.metrics["grad_norm"] or 0) for r in (first, second)]
+    assert result.metrics["grad_norm"] == pytest.approx(sum(norms) / 2, rel=1e-4)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_from_the_second_update_on_the_anchor_is_where_the_step_began(nano: str, packing: bool) -> None:
+    loss = LossConfig(name="decoupled_ppo", clip_low=0.01, clip_high=0.01, weight_high=1e9)
+    one = trainer(nano, loss, lr=1e-2, updates=2, epochs=2, packing=packing, microbatch_tokens=40)
+    flat = flatten(ragged_batch())
+    [mini, other] = one._prepare(flat)
+    with torch.no_grad():
+        now = [cut.unpack(one.policy(cut.tokens, cut.position_ids, cut.mask)[0]) for cut in mini]
+    for cut, logprobs in zip(mini, now, strict=True):
+        assert cut.proximal_logprobs is not None
+        torch.testing.assert_close(cut.proximal_logprobs, logprobs)
+    groups = [{int(flat["group_id"][row]) for cut in cuts for row in cut.rows} for cuts in (mini, other)]
+    assert groups == [{0, 1}, {2, 3}]
+    assert (one.step(flat).metrics["ratio/clip_fraction"] or 0) > 0.05  # without a second update nothing has moved
+    single = trainer(nano, loss, lr=1e-2).step(flat).metrics
+    assert single["ratio/clip_fraction"] == 0.0
+
+
+def test_more_updates_than_groups_are_an_error(nano: str) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.updates is 5, the batch has 4 groups"):
+        trainer(nano, updates=5).step(ragged_batch())
+
+
+def test_the_gap_between_engines_is_told_apart_from_old_weights(nano: str) -> None:
+    batch = rich_batch()
+    one = trainer(nano)
+    one.policy_version = 1
+    mask, versions = batch["loss_mask"], batch["token_versions"]
+    versions[:] = torch.where(mask, (torch.arange(16) % 2)[:, None], -1)
+    with torch.no_grad():
+        positions = torch.arange(batch["tokens"].shape[1]).expand_as(batch["tokens"])
+        logprobs, _ = one.policy(batch["tokens"], positions, mask)
+    now = torch.zeros_like(batch["behavior_logprobs"]).masked_scatter(mask, logprobs)
+    batch["behavior_logprobs"] = torch.where(versions == 1, now + 0.01, now - 0.5)
+    metrics = one.step(batch).metrics
+    assert metrics["extra/engine_mismatch"] == pytest.approx(0.01, rel=1e-2)
+    assert metrics["extra/staleness_ratio"] == pytest.approx(math.exp(0.5), rel=1e-3)
 
 
 @pytest.mark.parametrize("sampler", [{}, {"temperature": 0.6, "top_p": 0.9}, {"temperature": 1.3, "top_k": 5}])
