@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 from transformers import AutoModelForSequenceClassification
 
-from actors.reward import RewardConfig, Scores
+from actors.reward import RewardConfig, RewardScorer, Sample, Scores
 from actors.reward_model import RewardModel, RewardModelClient
 from actors.trainer import ModelSpec, TrainerConfig
 from actors.value_model import ValueModel, check_vocabulary, load_value_model, save_value_model
@@ -132,6 +132,16 @@ def test_an_episode_is_scored_behind_its_last_token_whatever_lies_beside_it(scor
     for row, length in enumerate(batch["lengths"].tolist()):
         alone = score_of(scorer, batch["tokens"][row, :length].tolist())
         assert float(scores[row, 0]) == pytest.approx(alone, abs=1e-4)
+
+
+def test_a_reward_model_may_be_all_the_reward_there_is(scorer: str) -> None:
+    samples = [Sample("prompt", "completion")] * 3
+    alone = RewardScorer(RewardConfig(model=scorer), inline=True)
+    assert asyncio.run(alone.score(samples)) == Scores([0.0, 0.0, 0.0], {})
+    with pytest.raises(ConfigError, match=r"reward\.functions is empty; .*or a reward\.model"):
+        RewardConfig().validate()
+    with pytest.raises(ConfigError, match=r"reward\.model_weight must be finite, got nan"):
+        RewardConfig(model=scorer, model_weight=float("nan")).validate()
 
 
 class Mesh:
