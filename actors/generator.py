@@ -7,6 +7,7 @@ between two decode steps. `Generators` is the controller's view of all replicas.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint, endpoint
 
+from actors.turns import Clock, Turns
 from actors.vllm_adapters import LoraOptions
 from actors.vllm_engine import Completion, EngineOptions, Sampling, VllmEngine
 from forge.errors import ConfigError
@@ -75,7 +77,7 @@ class GeneratorConfig:
     start_timeout_s: float = 600.0
     """Seconds that an engine may take to start."""
     request_timeout_s: float = 600.0
-    """Seconds that a request may take, queueing included."""
+    """Seconds that a request may take, queueing included, training turns of a colocated run not."""
 
     def validate(self) -> None:
         """Raises ConfigError naming the field, its value and its limit."""
@@ -126,7 +128,9 @@ class Generator:
         stop_ids: Sequence[int],
         procs: int = 1,
         sync: WeightSyncConfig | None = None,
+        sleep_mode: bool = False,
     ) -> None:
+        """`sleep_mode`: to `sleep` gives the device's memory back, too."""
         sync = sync or WeightSyncConfig()
         self._config = config
         self._label = "generator"
@@ -144,11 +148,13 @@ class Generator:
                 shadow=sync.shadow,
                 kv_mode=sync.kv,
                 lora=config.lora,
+                sleep_mode=sleep_mode,
             )
         )
         # An answer has to be back before the controller stops waiting for it.
         self._deadline_s = _LOCAL_SHARE * sync.deadline_s
         self._reader: RdmaReader | None = None
+        self._clock = Clock()
         self._calls = itertools.count()
         self._request_ids: dict[str, list[str]] = {}
         self._ended: dict[str, Completion] = {}
@@ -188,7 +194,7 @@ class Generator:
                 asyncio.ensure_future(self._request(prompt, limit, seed, id, begun.get(place)))
                 for place, (prompt, seed, id) in enumerate(zip(prompts, seeds, ids, strict=True))
             ]
-            return await within(
+            return await self._clock.within(
                 self._config.request_timeout_s,
                 f"{len(prompts)} completions of {name}",
                 self._first(wanted or len(prompts), requests, name),
@@ -281,6 +287,22 @@ class Generator:
         """Makes the staged version live; returns the seconds that nothing decoded. On failure the old one serves."""
         return await within(self._deadline_s, f"{self._label} to flip to version {version}", self._engine.flip(version))
 
+    async def sleep(self) -> None:
+        """Decodes nothing until `wake`; see `VllmEngine.sleep`. Deadlines of requests stand still."""
+        self._clock.stop()
+        try:
+            await within(self._deadline_s, f"{self._label} to interrupt its requests and sleep", self._engine.sleep())
+        except BaseException:
+            self._clock.go_on()
+            raise
+
+    async def wake(self) -> None:
+        """Requests go on from their tokens; works after a `sleep` that failed, too."""
+        try:
+            await within(self._deadline_s, f"{self._label} to wake", self._engine.wake())
+        finally:
+            self._clock.go_on()
+
     def shutdown(self) -> None:
         self._engine.shutdown()
         if self._reader is not None:
@@ -329,6 +351,14 @@ class GeneratorActor(Actor):
     async def flip(self, version: int) -> float:
         return await self._generator.flip(version)
 
+    @concurrent_endpoint
+    async def sleep(self) -> None:
+        await self._generator.sleep()
+
+    @concurrent_endpoint
+    async def wake(self) -> None:
+        await self._generator.wake()
+
     @endpoint
     async def peak_memory(self) -> int:
         return peak_rss_bytes()
@@ -342,9 +372,15 @@ class GeneratorActor(Actor):
 
 
 class Replica:
-    """One generator as the controller sees it; a sink of weight sync."""
+    """One generator as the controller sees it; a sink of weight sync, and a sleeper where it shares its devices.
 
-    def __init__(self, mesh: Any, name: str, config: GeneratorConfig) -> None:
+    `turns` are those it takes with the trainer then; handing the devices over may take `turn_s` seconds.
+    """
+
+    def __init__(
+        self, mesh: Any, name: str, config: GeneratorConfig, turns: Turns | None = None, turn_s: float = _ANSWER_S
+    ) -> None:
+        self._turns, self._turn_s = turns, turn_s
         self.name = name
         self.mesh = mesh
         self.config = config
@@ -359,23 +395,40 @@ class Replica:
         return await self.mesh.connect.call_one(endpoint, self.name)
 
     async def stage(self, offer: Offer) -> float:
-        return await self.mesh.stage.call_one(offer)
+        if not self.config.lora_rank:
+            return await self.mesh.stage.call_one(offer)  # into host memory, or beside what serves
+        async with self._serving(f"{self.name} to stage version {offer.version}"):
+            return await self.mesh.stage.call_one(offer)
 
     async def flip(self, version: int) -> float:
         if self.config.lora_rank:
             return 0.0  # an adapter serves as soon as it is staged
-        self.flipping = True
-        try:
-            return await self.mesh.flip.call_one(version)
-        finally:
-            self.flipping = False
+        async with self._serving(f"{self.name} to flip to version {version}"):
+            self.flipping = True
+            try:
+                return await self.mesh.flip.call_one(version)
+            finally:
+                self.flipping = False
+
+    def _serving(self, what: str) -> contextlib.AbstractAsyncContextManager[None]:
+        return self._turns.serving(what) if self._turns else contextlib.nullcontext()
+
+    async def sleep(self) -> None:
+        """It leaves its devices to the trainer; running requests keep their tokens."""
+        await within(self._turn_s, f"{self.name} to interrupt its requests and sleep", self.mesh.sleep.call_one())
+
+    async def wake(self) -> None:
+        """It has its devices again."""
+        await within(self._turn_s, f"{self.name} to wake", self.mesh.wake.call_one())
 
 
 class Generators:
     """All replicas; a request goes to the one with the fewest sequences running, and to none that is about to flip."""
 
-    def __init__(self, replicas: Sequence[Replica]) -> None:
+    def __init__(self, replicas: Sequence[Replica], turns: Turns | None = None) -> None:
+        """`turns` are those that they take with the trainer, where they share devices."""
         self.replicas = list(replicas)
+        self._clock = turns.clock if turns else Clock()
 
     async def generate(
         self,
@@ -392,7 +445,7 @@ class Generators:
         replica.running += len(prompts)
         call = replica.mesh.generate.call_one(prompts, seeds, max_new_tokens, request_id, begun, wanted)
         try:
-            return await within(
+            return await self._clock.within(
                 replica.config.request_timeout_s + _ANSWER_S, f"{len(prompts)} completions of {replica.name}", call
             )
         finally:

@@ -78,6 +78,8 @@ class EngineOptions:
     shadow: bool = True
     kv_mode: KvMode = "keep"
     lora: LoraOptions | None = None
+    sleep_mode: bool = False
+    """Give the device's memory back while the engine sleeps; vLLM can do that on GPUs only."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,9 @@ class VllmEngine:
         self._left = asyncio.Event()
         self._open = asyncio.Event()
         self._open.set()
+        self._doors_shut = 0
+        self._asleep = False
+        self._turning = asyncio.Lock()
         # Why the weights are a mix of two versions, until a whole one comes; and how often that has happened.
         self._broken, self._breaks = "", 0
         # A flip that nobody waits for any more may still land: which version serves is not known until another has.
@@ -159,6 +164,7 @@ class VllmEngine:
             # On CPUs vLLM dies of a seeded request whose prompt is cut in two: it cannot rewind the generator.
             enable_chunked_prefill=torch.cuda.is_available(),
             max_num_batched_tokens=max(c.max_model_len, _BATCHED_TOKENS),
+            enable_sleep_mode=c.sleep_mode,
             **(c.lora.engine_arguments() if c.lora else {}),
         )
         self._engine = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
@@ -229,7 +235,8 @@ class VllmEngine:
                 return whole
         async with self._places:
             while True:
-                await self._open.wait()
+                while not self._open.is_set():
+                    await self._open.wait()  # it may have been shut again by the time that this goes on
                 part = await self._run(name, prompt, whole, sampling, limit, seed, stop_ids)
                 whole.extend(part)
                 limit -= len(part.token_ids)
@@ -356,6 +363,7 @@ class VllmEngine:
         if self.adapters:
             self.adapters.check_serving(version)
             return 0.0
+        assert not self._asleep, f"{version} is to be made live while the engine sleeps"
         old = self._version
         async with self._quiet() as begin:
             try:
@@ -408,18 +416,16 @@ class VllmEngine:
         """
         mode = self.kv_mode
         if mode in ("drain", "abort"):
-            self._open.clear()
+            self._shut()
             try:
                 begin = time.perf_counter()
+                if mode == "abort":
+                    await self._interrupt()
                 while self._running:
-                    if mode == "abort":
-                        # Again until they are gone: the engine ignores requests that are still on their way to it.
-                        self._interrupted.update(self._running)
-                        await self._engine.abort([running.id for running in self._running.values()])
-                    await self._someone_left(_POLL_S if mode == "abort" else None)
+                    await self._someone_left(None)
                 yield begin if mode == "abort" else time.perf_counter()
             finally:
-                self._open.set()
+                self._unshut()
         elif mode == "recompute" or self.why_no_shadow or self._config.tensor_parallel > 1:
             begin = time.perf_counter()
             try:
@@ -430,6 +436,66 @@ class VllmEngine:
                 await self._answer(self._engine.resume_generation(), "resume_generation")
         else:
             yield 0.0
+
+    def _shut(self) -> None:
+        """No request enters until as many `_unshut`."""
+        self._doors_shut += 1
+        self._open.clear()
+
+    def _unshut(self) -> None:
+        self._doors_shut -= 1
+        if not self._doors_shut:
+            self._open.set()
+
+    async def _interrupt(self) -> None:
+        """Takes what runs out of the engine; it goes on from its tokens once requests may enter again."""
+        while self._running:
+            # Again until they are gone: the engine ignores requests that are still on their way to it.
+            self._interrupted.update(self._running)
+            await self._engine.abort([running.id for running in self._running.values()])
+            await self._someone_left(_POLL_S)
+
+    async def sleep(self) -> None:
+        """Nothing is decoded when this returns, until `wake`: requests that run are interrupted, new ones wait. With
+        `sleep_mode` the device's memory is free then, the weights lie in host memory.
+
+        When it fails the engine is awake. Weights must not be exchanged meanwhile, adapters not be staged.
+        """
+        async with self._turning:
+            if self._asleep:
+                return
+            self._shut()
+            try:
+                await self._interrupt()
+                if self._config.sleep_mode:
+                    # Level 2 would drop the weights too: nothing could serve if the next version did not arrive.
+                    await self._answer(self._engine.sleep(level=1), "sleep")
+                else:
+                    await self._call("check_health")  # answered between two steps: the last one is over
+                self._asleep = True
+            except BaseException:
+                await self._get_up()
+                raise
+
+    async def wake(self) -> None:
+        """Interrupted requests go on from their tokens, waiting ones enter. What does not sleep is awake already.
+
+        Raises WeightSyncError when the engine does not wake; so does every request then.
+        """
+        async with self._turning:
+            if self._asleep:
+                await self._get_up()
+
+    async def _get_up(self) -> None:
+        try:
+            if self._config.sleep_mode:
+                await self._answer(self._engine.wake_up(), "wake_up")
+        except BaseException as error:
+            self._broken = f"the engine did not wake from its sleep: {error}"
+            raise
+        finally:
+            self._asleep = False
+            self._unshut()
 
     async def _someone_left(self, timeout_s: float | None) -> None:
         self._left.clear()

@@ -32,7 +32,8 @@ class WeightSyncConfig:
     flips_at_once: int = 1
     """Replicas that may flip at the same time; the others go on decoding."""
     deadline_s: float = 300.0
-    """Seconds that a snapshot, a transfer, the staging or a flip may take, each."""
+    """Seconds that a snapshot, a transfer, the staging or a flip may take, each; in a colocated run also an
+    engine's going to sleep, or waking."""
     max_failures: int = 1
     """Failed updates in a row that end the run; until then the old weights serve and the newest is tried again."""
     folder: str = ""

@@ -28,6 +28,9 @@ from weightsync.transports.context import SenderContext
 Gather = Callable[[Any], list[Any]]
 """A collective of the trainer's ranks: the value of each, in rank order."""
 
+AtHome = Callable[[torch.Tensor], torch.Tensor]
+"""From a tensor of the trainer to the same view of host memory."""
+
 
 class Publisher:
     """Snapshots of one rank's parameters.
@@ -50,7 +53,9 @@ class Publisher:
         rank: int = 0,
         gather: Gather = lambda value: [value],
         folder: str = "",
+        at_home: AtHome | None = None,
     ) -> None:
+        """`at_home`: what a tensor says in host memory, of a trainer that is off its device when snapshots are made."""
         self._config = config or WeightSyncConfig()
         named = list(parameters)
         self._tensors = [tensor for _, tensor in named]
@@ -62,7 +67,8 @@ class Publisher:
         self._layout = layouts[rank]
         owned = {entry.name for entry in self._layout.entries}
         self._sources = [source for source in sources if source.name in owned]
-        device = self._tensors[0].device
+        self._at_home = at_home or (lambda tensor: tensor)
+        self._device = device = torch.device("cpu") if at_home else self._tensors[0].device
         self._snapshots = Snapshots(
             self._layout,
             full.nbytes if shared else self._layout.nbytes,
@@ -106,7 +112,7 @@ class Publisher:
 
     def _pieces(self) -> list[torch.Tensor]:
         """What is copied, as views of the parameters; found again when something has given them new memory."""
-        current = [_local(self._tensors[source.index]) for source in self._sources]
+        current = [self._at_home(_local(self._tensors[source.index])) for source in self._sources]
         pointers = [tensor.data_ptr() for tensor in current]
         if pointers != self._pointers:
             self._pointers = pointers
@@ -135,7 +141,7 @@ class Publisher:
         """The offer of a snapshot that was just made, where it costs less than the message that would ask for it: of an
         adapter in host memory. None elsewhere.
         """
-        small = self.endpoint.adapter is not None and self._base is None and self._tensors[0].device.type == "cpu"
+        small = self.endpoint.adapter is not None and self._base is None and self._device.type == "cpu"
         return self.offer(version, buffer, -1) if small else None
 
     def _sums(self, snapshot: torch.Tensor) -> list[int]:
