@@ -1,6 +1,6 @@
-"""The frozen reference policy: log-probs of tokens under the weights that the run started from.
+"""The frozen reference policy: log-probs of tokens under the weights that the run started from, or a teacher's.
 
-Exists only when a KL weight is set; waits for a group.
+Exists where the loss reads its log-probs (`LossConfig.needs_reference`); waits for a group.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from forge.mesh import within
 
 
 class Reference:
-    """Without Monarch. The sampler's temperature, top-p and top-k apply here as in the trainer."""
+    """Without Monarch. The sampler's temperature, top-p, top-k and recorded supports apply here as in the trainer."""
 
     def __init__(self, spec: ModelSpec, *, microbatch_tokens: int) -> None:
         self._spec = spec
@@ -34,7 +34,8 @@ class Reference:
         """`[G, T]` float32, 0 where `loss_mask` is False."""
         out = torch.zeros_like(group["behavior_logprobs"])
         for micro in micro_batches(group, self._microbatch_tokens, packing=False):
-            values, _ = self._policy(*(x.to(self._spec.device) for x in (micro.tokens, micro.position_ids, micro.mask)))
+            there = micro.to(self._spec.device)
+            values, _ = self._policy(there.tokens, there.position_ids, there.mask, there.kept_tokens)
             index = torch.tensor(micro.rows)
             width = micro.loss_mask.shape[1]
             out[index, :width] = out[index, :width].masked_scatter(micro.loss_mask, values.cpu())

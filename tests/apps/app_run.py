@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ MARK = "MESHFORGE_APP_RUN"
 class AppRun:
     """One run of an app under a terminal-like process group; `folder` is its run folder.
 
-    With `resumed` it goes on with that run, in its folder.
+    It takes the options `preset` first. With `resumed` it goes on with that run, in its folder.
     """
 
     def __init__(
@@ -34,12 +34,13 @@ class AppRun:
         launcher: tuple[str, ...] = (),
         app: Path = APP,
         prefix: tuple[str, ...] = (),
+        preset: Sequence[str] = NANO,
         resumed: AppRun | None = None,
     ) -> None:
         self.folder: Path = resumed.folder if resumed else folder
         self._mark = uuid.uuid4().hex
         self._log = folder.parent / f"{folder.name}.log"
-        which = [f"--resume={self.folder}"] if resumed else [*NANO, f"--run.dir={folder}"]
+        which = [f"--resume={self.folder}"] if resumed else [*preset, f"--run.dir={folder}"]
         command = [*prefix, *(launcher or (sys.executable,)), str(app), *which, *options]
         with self._log.open("w") as log:
             self._process = subprocess.Popen(

@@ -45,6 +45,15 @@ def test_every_epoch_is_another_permutation_of_all_rows() -> None:
     assert len({tuple(i for _, i in epoch) for epoch in epochs}) > 1
 
 
+def test_what_a_prompt_carries_as_its_answer_is_for_the_caller_to_pick() -> None:
+    def answer_of(row: Mapping[str, Any]) -> Any:
+        return (row["prompt"], row["answer"])
+
+    for rows in (ROWS, type("Stream", (), {"__iter__": lambda self: iter(ROWS)})()):
+        prompts = take(PromptStream(rows, encode, answer_of=answer_of), 7)
+        assert sorted(p.answer for p in prompts) == [(f"p{i}", i) for i in range(7)]
+
+
 def test_the_order_depends_on_the_seed_only() -> None:
     assert names(take(PromptStream(ROWS, encode, seed=3), 30)) == names(take(PromptStream(ROWS, encode, seed=3), 30))
     assert names(take(PromptStream(ROWS, encode, seed=3), 30)) != names(take(PromptStream(ROWS, encode, seed=4), 30))

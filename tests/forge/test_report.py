@@ -118,6 +118,22 @@ def test_the_status_line_fits_80_columns_and_shows_what_is_missing_as_a_dash() -
     assert len(line) < 80
 
 
+def data_values(step: int, loss: float) -> dict[str, Any]:
+    """Of a run on rows that are there: nothing sampled, no replay."""
+    measured = {"loss/policy": loss, "tokens/trained": 500, "episodes/trained": 64, "time/step_s": 0.25}
+    nothing = dict.fromkeys(METRIC_KEYS)
+    return nothing | {"step": step, "policy_version": step, "time_s": 2.0 * step, "trainer/idle_share": 0.1} | measured
+
+
+def test_a_run_on_rows_that_are_there_shows_its_loss_in_place_of_rewards_and_staleness() -> None:
+    rows = [make_row(data_values(step, loss)) for step, loss in enumerate([0.9, 0.7, 0.5, 0.3], start=1)]
+    assert status_line(rows[0], 60.0) == "loss 0.9000  2,000 tok/s  idle 10%  ETA 0:01:00"
+    text = table_text(rows, 4)
+    assert "0.800 -> 0.400" in text
+    assert "2,000 trained" in text
+    assert not any(word in text for word in ("reward", "staleness", "generator", "publish", "dropped"))
+
+
 def test_without_a_terminal_there_is_a_line_every_two_seconds_at_most_and_one_for_the_last_step() -> None:
     console, now = plain(), [0.0]
     terminal = Terminal(console, 50, live=False, clock=lambda: now[0])
