@@ -58,6 +58,9 @@ class GeneratorConfig:
     """Nucleus mass in (0, 1]; 1 keeps the whole vocabulary."""
     top_k: int = 0
     """Most likely tokens kept; 0 keeps the whole vocabulary."""
+    keep_support: int = 0
+    """Tokens of the largest support (what top_p and top_k leave) that is recorded for the trainer's log-probs; 0, and a
+    larger support, lets the trainer compute it under its own weights, which differ at a staleness above 0."""
     max_new_tokens: int = 16
     """Tokens sampled at most for one completion."""
     max_model_len: int = 512
@@ -88,9 +91,14 @@ class GeneratorConfig:
             )
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"generator.top_p must lie in (0, 1], got {self.top_p}; use 1 for the whole vocabulary")
-        for name in ("top_k", "kv_cache_bytes"):
+        for name in ("top_k", "kv_cache_bytes", "keep_support"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"generator.{name} must be >= 0, got {getattr(self, name)}")
+        if self.keep_support and self.top_p == 1 and not 0 < self.top_k <= self.keep_support:
+            raise ConfigError(
+                f"generator.keep_support is {self.keep_support} with top_p 1 and top_k {self.top_k}: no support is "
+                "that small; set it to top_k at least, use top_p, or leave it 0"
+            )
         for name in ("max_new_tokens", "max_num_seqs", "start_timeout_s", "request_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"generator.{name} must be > 0, got {getattr(self, name)}")
@@ -112,7 +120,7 @@ class GeneratorConfig:
 
     @property
     def sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_p, self.top_k)
+        return Sampling(self.temperature, self.top_p, self.top_k, self.keep_support)
 
 
 class Generator:
@@ -148,6 +156,7 @@ class Generator:
                 shadow=sync.shadow,
                 kv_mode=sync.kv,
                 lora=config.lora,
+                keep_support=config.keep_support,
                 sleep_mode=sleep_mode,
             )
         )
@@ -243,15 +252,14 @@ class Generator:
 
     def progress(self) -> list[Progress]:
         """What the running calls have sampled since this was called last, a part for each completion."""
-        sampled, parts = self._engine.sampled(), []
+        sampled, parts = self._engine.sampled(self._told), []
         for name, ids in self._request_ids.items():
             for place, id in enumerate(ids):
                 ended, told = self._ended.pop(id, None), self._told.get(id, 0)
-                whole = ended or sampled.get(id)
-                if whole and (ended or len(whole.token_ids) > told):
-                    finish = ended.finish_reason if ended else ""
-                    parts.append(Progress(name, place, told, whole.after(told), finish))
-                    self._told[id] = len(whole.token_ids)
+                rest = ended.after(told) if ended else sampled.get(id)
+                if rest and (ended or rest.token_ids):
+                    parts.append(Progress(name, place, told, rest, ended.finish_reason if ended else ""))
+                    self._told[id] = told + len(rest.token_ids)
         return parts
 
     async def abort(self, request_id: str) -> None:

@@ -34,12 +34,17 @@ class Policy(nn.Module):
         self._softcap = getattr(hf.config, "final_logit_softcapping", None)
 
     def forward(
-        self, tokens: torch.Tensor, position_ids: torch.Tensor, mask: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        position_ids: torch.Tensor,
+        mask: torch.Tensor,
+        kept: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies `[N]` (float32) of the N tokens where `mask` is True, row by row.
 
         `tokens`, `position_ids`, `mask` are `[R, L]`: a row is one right-padded episode, or several packed ones
-        whose `position_ids` restart. No attention mask: padding lies to the right of what is causal.
+        whose `position_ids` restart. No attention mask: padding lies to the right of what is causal. `kept` `[N, K]`
+        are the recorded supports, which stand in for top-p and top-k.
         """
         # The last column predicts nothing that is trained.
         hidden = hidden_states(self.hf, tokens[:, :-1], position_ids[:, :-1])
@@ -53,6 +58,7 @@ class Policy(nn.Module):
             bias=bias if bias is None else whole(bias),
             softcap=self._softcap,
             chunk_size=self._chunk_size,
+            kept=kept,
             **self._sampling,
         )
 

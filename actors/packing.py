@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from forge.batch import OPTIONAL_TOKEN_KEYS, is_packed
+from forge.batch import OPTIONAL_TOKEN_KEYS, WIDE_KEYS, is_packed
 from forge.errors import ConfigError
 from forge.packing import episodes_of, first_fit, flatten, pack, padded_cuts, row_episodes, runs
 
@@ -24,7 +24,8 @@ class MicroBatch:
     """One forward pass: `tokens`, `position_ids`, `mask` are `[R, L]` as the model sees them; the loss sees the
     episodes `[b, t]`, 0 outside `loss_mask`, whatever the packing; `advantages` are `[b]` or `[b, t]`.
 
-    The trained tokens come in the same order in both views; `rows` are the episodes' places in the batch.
+    The trained tokens come in the same order in both views, and in `kept_tokens` `[N, K]`, their recorded supports;
+    `rows` are the episodes' places in the batch.
     """
 
     rows: tuple[int, ...]
@@ -40,6 +41,7 @@ class MicroBatch:
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
     proximal_logprobs: torch.Tensor | None = None
+    kept_tokens: torch.Tensor | None = None
 
     def unpack(self, values: torch.Tensor) -> torch.Tensor:
         """`[N]` values of the trained tokens as `[b, t]`, 0 elsewhere; differentiable."""
@@ -98,7 +100,8 @@ def empty_micro_batch(batch: TensorDict, together: int = 1) -> MicroBatch:
     sizes = [max(run) for run in runs(flat["lengths"].tolist(), together)]
     micro = _padded(flat, episodes_of([[sizes.index(min(sizes))]], together)[0])
     nothing = torch.zeros_like(micro.loss_mask)
-    return replace(micro, mask=nothing, loss_mask=nothing)
+    no_supports = None if micro.kept_tokens is None else micro.kept_tokens[:0]
+    return replace(micro, mask=nothing, loss_mask=nothing, kept_tokens=no_supports)
 
 
 def _padded(flat: TensorDict, episodes: Sequence[int]) -> MicroBatch:
@@ -133,5 +136,6 @@ def _loss_view(flat: TensorDict, episodes: Sequence[int], index: torch.Tensor, i
 
     keys = ("behavior_logprobs", "token_versions", *(key for key in OPTIONAL_TOKEN_KEYS if key in flat))
     # Whatever stands outside the mask, NaN included, must not reach arithmetic.
-    trained = {key: torch.where(mask, flat[key][index], 0) for key in keys}
+    trained = {key: torch.where(mask, flat[key][index], 0) for key in keys if key not in WIDE_KEYS}
+    trained |= {key: flat[key][index[mask]] for key in keys if key in WIDE_KEYS}
     return {"loss_mask": mask, "advantages": flat["advantages"][torch.tensor(list(episodes))], **trained}

@@ -55,7 +55,7 @@ class RewardModels(Protocol):
 
 
 class Begun(Protocol):
-    """An episode as far as it had come: three tensors `[n]`, and why it ended, or "" where it did not."""
+    """An episode as far as it had come: tensors `[n]` and `[n, K]`, and why it ended, or "" where it did not."""
 
     @property
     def tokens(self) -> torch.Tensor: ...
@@ -65,6 +65,8 @@ class Begun(Protocol):
     def versions(self) -> torch.Tensor: ...
     @property
     def finish(self) -> str: ...
+    @property
+    def kept(self) -> torch.Tensor | None: ...
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,7 @@ async def rollout_group(
         [c.logprobs for c in completions],
         [c.versions for c in completions],
         group_id=group_id,
+        kept=[c.kept for c in completions],
     )
     if reward_model is not None:
         scores = await reward_model.add_to(scores, group)
@@ -147,7 +150,8 @@ def episode_seed(seed: int, group_id: int, episode: int) -> int:
 
 
 def _completion(begun: Begun) -> Completion:
-    return Completion(begun.tokens.tolist(), begun.logprobs.tolist(), begun.versions.tolist(), begun.finish or "abort")
+    columns = (begun.tokens.tolist(), begun.logprobs.tolist(), begun.versions.tolist())
+    return Completion(*columns, begun.finish or "abort", begun.kept)
 
 
 def _sample(prompt: Prompt, completion: Completion, decode: Callable[[Sequence[int]], str]) -> Sample:

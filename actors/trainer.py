@@ -267,7 +267,7 @@ class Trainer:
 
     @torch.no_grad()
     def _with_proximal(self, cut: MicroBatch) -> MicroBatch:
-        logprobs, _ = self.policy(cut.tokens, cut.position_ids, cut.mask)
+        logprobs, _ = self.policy(cut.tokens, cut.position_ids, cut.mask, cut.kept_tokens)
         return replace(cut, proximal_logprobs=cut.unpack(logprobs))
 
     def _backward(self, cuts: list[MicroBatch], *, first: bool) -> list[Metrics]:
@@ -277,7 +277,7 @@ class Trainer:
         return [self._pass(cut, global_denominator, first) for cut in cuts]
 
     def _pass(self, cut: MicroBatch, global_denominator: torch.Tensor, first: bool) -> Metrics:
-        logprobs, entropy = self.policy(cut.tokens, cut.position_ids, cut.mask)
+        logprobs, entropy = self.policy(cut.tokens, cut.position_ids, cut.mask, cut.kept_tokens)
         policy, proximal = cut.unpack(logprobs), cut.proximal_logprobs
         if proximal is None and self._loss_config.needs_proximal:
             proximal = policy.detach()  # the only update of the step: its weights are those of the start

@@ -11,16 +11,17 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
 from actors.vllm_adapters import EngineAdapters, LoraOptions
-from actors.vllm_progress import running_tokens
+from actors.vllm_progress import read_logprobs, running_tokens
 from forge.child import scratch_folder
 from forge.errors import ConfigError, WeightSyncError
+from forge.supports import fitted, joined
 from weightsync.config import KvMode
 from weightsync.layout import Box
 from weightsync.offer import Endpoint, Offer
@@ -32,6 +33,8 @@ _HEALTH_S = 1.0
 _SHUTDOWN_S = 20.0
 """How long the engine's processes may take to end by themselves, seconds; killed ones leave semaphores behind."""
 _GOLDEN = 0x9E3779B1
+_LOGPROBS = 20
+"""Log-probs that a request may ask for at least."""
 _BATCHED_TOKENS = 8192
 """Tokens of one forward pass at most: prompts that enter, and one token of each running request."""
 
@@ -43,16 +46,19 @@ T = TypeVar("T")
 class Completion:
     """What one request produced: `token_ids`, and along them the sampled `logprobs` and policy `versions`.
 
-    `finish_reason` is "stop" (end of text), "length" (token budget) or "abort" (partial).
+    `finish_reason` is "stop" (end of text), "length" (token budget) or "abort" (partial). `kept` are the recorded
+    supports `[n, K]` (`forge/supports.py`), None where none are recorded.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     versions: list[int]
     finish_reason: str
+    kept: torch.Tensor | None = field(default=None, compare=False)
 
     def extend(self, part: Completion) -> None:
         """Goes on with what another request has continued this one by."""
+        self.kept = joined([(self.kept, len(self.token_ids)), (part.kept, len(part.token_ids))])
         self.token_ids += part.token_ids
         self.logprobs += part.logprobs
         self.versions += part.versions
@@ -60,7 +66,8 @@ class Completion:
 
     def after(self, count: int) -> Completion:
         """Without the first `count` tokens."""
-        return Completion(self.token_ids[count:], self.logprobs[count:], self.versions[count:], self.finish_reason)
+        columns = (self.token_ids[count:], self.logprobs[count:], self.versions[count:])
+        return Completion(*columns, self.finish_reason, None if self.kept is None else self.kept[count:])
 
 
 @dataclass(frozen=True)
@@ -78,17 +85,22 @@ class EngineOptions:
     shadow: bool = True
     kv_mode: KvMode = "keep"
     lora: LoraOptions | None = None
+    keep_support: int = 0
     sleep_mode: bool = False
     """Give the device's memory back while the engine sleeps; vLLM can do that on GPUs only."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The distribution that is sampled from. `top_k` 0 and `top_p` 1 mean the whole vocabulary."""
+    """The distribution that is sampled from. `top_k` 0 and `top_p` 1 mean the whole vocabulary.
+
+    Supports of up to `keep` tokens are recorded; 0 records none.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    keep: int = 0
 
 
 @dataclass
@@ -155,6 +167,7 @@ class VllmEngine:
             tensor_parallel_size=c.tensor_parallel,
             seed=c.seed,
             logprobs_mode="processed_logprobs",
+            max_logprobs=max(_LOGPROBS, c.keep_support + 1),
             skip_tokenizer_init=True,
             disable_log_stats=True,
             use_tqdm_on_load=False,
@@ -168,6 +181,11 @@ class VllmEngine:
             **(c.lora.engine_arguments() if c.lora else {}),
         )
         self._engine = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
+        if c.keep_support >= (vocabulary := self._engine.model_config.get_vocab_size()):
+            raise ConfigError(
+                f"generator.keep_support is {c.keep_support}, the model has {vocabulary} tokens; lower it, or set it "
+                "to 0: the trainer computes large supports itself"
+            )
         self.why_no_shadow = (await self._call("forge_start", c.shadow and c.lora is None))[0]
         self._doors = await Doors.open(await self._call("forge_door"))
         if c.lora:
@@ -229,6 +247,8 @@ class VllmEngine:
         whole = Completion([], [], [], "abort")
         if begun is not None:
             whole.extend(begun)
+            # An engine before this one may have recorded none, or others.
+            whole.kept = fitted(whole.kept, len(whole.token_ids), sampling.keep) if sampling.keep else None
             limit -= len(begun.token_ids)
             seed = _later_seed(seed, whole)
             if limit < 1 or begun.finish_reason in ("stop", "length"):
@@ -246,18 +266,22 @@ class VllmEngine:
                     return whole
                 seed = _later_seed(seed, whole)
 
-    def sampled(self) -> dict[str, Completion]:
-        """What the running requests have so far, by `request_id`; `finish_reason` "abort", as if they ended here."""
-        so_far = {}
-        tokens = running_tokens(self._engine, (running.id for running in self._running.values()))
+    def sampled(self, told: Mapping[str, int] | None = None) -> dict[str, Completion]:
+        """What the running requests have, by `request_id`; `finish_reason` "abort", as if they ended here.
+
+        Without the first `told` tokens: reading those costs nothing.
+        """
+        told, so_far = told or {}, {}
+        skips = {r.id: max(0, told.get(name, 0) - len(r.before.token_ids)) for name, r in self._running.items()}
+        tokens = running_tokens(self._engine, skips)
         for name, running in self._running.items():
             if running.id in tokens:
-                ids, logprobs, labels = tokens[running.id]
+                ids, logprobs, labels, kept = tokens[running.id]
                 adapter = running.adapter
                 versions = [int(label) for label in labels] if adapter is None else [adapter] * len(ids)
-                whole = running.before.after(0)
-                whole.extend(Completion(ids, logprobs, versions, "abort"))
-                so_far[name] = whole
+                rest = running.before.after(told.get(name, 0))
+                rest.extend(Completion(ids, logprobs, versions, "abort", kept))
+                so_far[name] = rest
         return so_far
 
     async def _run(
@@ -283,7 +307,8 @@ class VllmEngine:
             top_k=sampling.top_k,
             max_tokens=limit,
             seed=seed,
-            logprobs=0,
+            logprobs=sampling.keep + 1 if sampling.keep else 0,  # one more shows that a support is whole
+            flat_logprobs=True,
             stop_token_ids=list(stop_ids),
             ignore_eos=True,  # what ends a completion is said by stop_ids alone
             detokenize=False,
@@ -516,11 +541,11 @@ def _later_seed(seed: int, whole: Completion) -> int:
 
 def _completion(output: Any, adapter: int | None) -> Completion:
     tokens = list(output.token_ids)
-    logprobs = [entry[token].logprob for entry, token in zip(output.logprobs or [], tokens, strict=True)]
+    logprobs, kept = read_logprobs(output.logprobs, len(tokens))
     if adapter is not None:
-        return Completion(tokens, logprobs, [adapter] * len(tokens), output.finish_reason or "abort")
+        return Completion(tokens, logprobs, [adapter] * len(tokens), output.finish_reason or "abort", kept)
     versions = [-1] * len(tokens)
     for span in output.weight_versions or []:
         versions[span.start : span.end] = [int(span.version)] * (span.end - span.start)
     assert -1 not in versions, f"tokens without a version: {output.weight_versions} over {len(tokens)}"
-    return Completion(tokens, logprobs, versions, output.finish_reason or "abort")
+    return Completion(tokens, logprobs, versions, output.finish_reason or "abort", kept)

@@ -15,6 +15,8 @@ episode (prompt + completion), right-padded; E episodes laid end to end without 
     ref_logprobs       [., T]   [N]      float32  optional: log-prob under the frozen reference; 0 elsewhere
     token_rewards      [., T]   [N]      float32  optional: what a token or a turn earned of `rewards`; 0 elsewhere
     values             [., T]   [N]      float32  optional: a critic's value of the state before the token; 0 elsewhere
+    kept_tokens        [.,T,K]  [N, K]   int32    optional: the tokens that top-k and top-p left to sample this one
+                                                  from, -1 behind them; all -1: not recorded (`forge/supports.py`)
     position_ids                [N]      int64    place of the token in its episode, from 0
     sequence_ids                [N]      int32    number of the episode, from 0
     row_offsets                 [R + 1]  int64    where the rows begin, tokens; the last is N
@@ -40,6 +42,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from forge.errors import SchemaError
+from forge.supports import check_supports, padded_supports
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -59,7 +62,10 @@ OPTIONAL_TOKEN_KEYS: dict[str, torch.dtype] = {
     "ref_logprobs": torch.float32,
     "token_rewards": torch.float32,
     "values": torch.float32,
+    "kept_tokens": torch.int32,
 }
+WIDE_KEYS: dict[str, int] = {"kept_tokens": 1}
+"""Token keys that hold more than a number a token, and how many dimensions more they have than `tokens`."""
 PACKED_KEYS: dict[str, torch.dtype] = {
     "position_ids": torch.int64,
     "sequence_ids": torch.int32,
@@ -71,8 +77,10 @@ OUTSIDE_MASK: dict[str, float] = {
     "behavior_logprobs": 0.0,
     "token_versions": -1,
     **dict.fromkeys(OPTIONAL_TOKEN_KEYS, 0.0),
+    "kept_tokens": -1,
 }
 """What stands where nothing is trained."""
+_NUMBERS = ("behavior_logprobs", *(key for key in OPTIONAL_TOKEN_KEYS if key not in WIDE_KEYS))
 
 
 def make_group(
@@ -83,11 +91,12 @@ def make_group(
     *,
     group_id: int,
     pad_id: int = 0,
+    kept: Sequence[torch.Tensor | None] = (),
 ) -> TensorDict:
     """One prompt and its G completions as a Group `[G]`, rewards and advantages zero.
 
-    `logprobs[g]` and `versions[g]` run along `completions[g]`. Raises SchemaError when their
-    lengths differ, the prompt is empty or there is no completion.
+    `logprobs[g]` and `versions[g]` run along `completions[g]`, and so does `kept[g]` `[n, K]` where the supports were
+    recorded. Raises SchemaError when their lengths differ, the prompt is empty or there is no completion.
     """
     if not prompt:
         raise SchemaError("the prompt has 0 tokens; a completion needs at least one token before it")
@@ -114,8 +123,10 @@ def make_group(
         behavior[g, span] = torch.tensor(logprobs[g], dtype=torch.float32)
         token_versions[g, span] = torch.tensor(versions[g], dtype=torch.int64)
     zeros = torch.zeros(len(completions), dtype=torch.float32)
+    kept_tokens = padded_supports(kept, lengths - start, start, width)
     return TensorDict(
         {
+            **({} if kept_tokens is None else {"kept_tokens": kept_tokens}),
             "tokens": tokens,
             "loss_mask": mask,
             "behavior_logprobs": behavior,
@@ -211,9 +222,10 @@ def _values(td: TensorDict, wanted: Mapping[str, torch.dtype]) -> dict[str, torc
 
 def _check_shapes(values: Mapping[str, torch.Tensor], tokens: torch.Size, episodes: torch.Size) -> None:
     for key, value in values.items():
-        wanted = episodes if key in EPISODE_KEYS else tokens
-        if value.shape != wanted and key != "row_offsets":
-            raise SchemaError(f"{key} has shape {list(value.shape)}, expected {list(wanted)}")
+        wanted, wide = episodes if key in EPISODE_KEYS else tokens, WIDE_KEYS.get(key, 0)
+        shape = value.shape[: value.dim() - wide]
+        if shape != wanted and key != "row_offsets":
+            raise SchemaError(f"{key} has shape {list(value.shape)}, expected {[*wanted, *['K'] * wide]}")
 
 
 def _check_values(arrays: Arrays) -> None:
@@ -222,9 +234,11 @@ def _check_values(arrays: Arrays) -> None:
         raise SchemaError("token_versions is negative under loss_mask; a sampled token carries its version")
     for key in ("rewards", "advantages"):
         _check_finite(key, arrays[key].tolist())
-    for key in ("behavior_logprobs", *OPTIONAL_TOKEN_KEYS):
+    for key in _NUMBERS:
         if key in arrays and np.count_nonzero(mask > np.isfinite(arrays[key])):
             _check_finite(f"{key} under loss_mask", arrays[key][mask].tolist())
+    if "kept_tokens" in arrays:
+        check_supports(arrays["kept_tokens"], arrays["tokens"], mask)
 
 
 def _check_finite(name: str, values: Sequence[float]) -> None:
@@ -236,8 +250,8 @@ def _check_finite(name: str, values: Sequence[float]) -> None:
 def collate(groups: Sequence[TensorDict], pad_id: int = 0) -> TensorDict:
     """Groups `[G_i]` of any width to one Batch `[sum G_i, max T]`, right-padded; a copy.
 
-    Takes the keys of the schema and no others. Raises SchemaError when there is no group, or when an
-    optional key is in some groups only.
+    Takes the keys of the schema and no others. Raises SchemaError when there is no group, when an optional key is in
+    some groups only, or when they have it in several widths.
     """
     if not groups:
         raise SchemaError("collate got 0 groups; a batch needs at least one")
@@ -245,6 +259,7 @@ def collate(groups: Sequence[TensorDict], pad_id: int = 0) -> TensorDict:
     out: dict[str, torch.Tensor] = {}
     for key in token_keys(groups):
         fill = pad_id if key == "tokens" else OUTSIDE_MASK.get(key, 0)
+        check_widths(key, [g[key].shape[2:] for g in groups])
         out[key] = torch.cat([_pad(g[key], width, fill) for g in groups])
     for key in EPISODE_KEYS:
         out[key] = torch.cat([g[key] for g in groups])
@@ -263,10 +278,17 @@ def _in_all(groups: Sequence[Container[str]], key: str) -> bool:
     return count > 0
 
 
+def check_widths(key: str, shapes: Sequence[Sequence[int]]) -> None:
+    """Raises SchemaError when the groups of a batch have `key` in several `shapes` of one token."""
+    if key in WIDE_KEYS and len(several := {tuple(shape) for shape in shapes}) > 1:
+        raise SchemaError(f"{key} has shapes {sorted(several)} of a token in one batch; all groups need the same")
+
+
 def _pad(value: torch.Tensor, width: int, fill: float) -> torch.Tensor:
     if value.shape[1] >= width:
         return value[:, :width]
-    return torch.nn.functional.pad(value, (0, width - value.shape[1]), value=fill)
+    behind = (0, 0) * (value.dim() - 2)
+    return torch.nn.functional.pad(value, (*behind, 0, width - value.shape[1]), value=fill)
 
 
 def oldest_version(td: TensorDict) -> int:

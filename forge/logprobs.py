@@ -10,20 +10,23 @@ the sampler drew from, so at equal weights the trainer's log-prob equals the rec
 3. top-k: what is below the k-th largest leaves (ties with it stay);
 4. top-p: in ascending order, what has a cumulative probability <= 1 - p leaves; the largest stays;
 5. the sampled token stays: newer weights could put it outside, which would make its log-prob -inf.
+
+Where the generator has recorded which tokens stayed (`forge/supports.py`), 3 to 5 are these tokens, whatever the
+weights of now would keep: then a ratio is one of two distributions over the same tokens at any staleness.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from forge.errors import ConfigError, SchemaError
+from forge.kept_logprobs import KeptLogprobs
+from forge.logits import add_product, logits, spans
 
 MIN_TEMPERATURE = 0.01
 """vLLM samples at this temperature when a smaller positive one is asked for."""
@@ -124,14 +127,16 @@ def token_logprobs(
     top_p: float = 1.0,
     softcap: float | None = None,
     chunk_size: int = 512,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy (nats) of its distribution: two float32 `[N]`.
 
     `hidden` `[N, D]` are the final hidden states of the positions *before* the targets `[N]`, `weight`
     `[V, D]` and `bias` `[V]` the output head. The matrix product runs in the dtype of `weight`, the rest
     in float32 (float64 for float64 weights). `top_k` 0 or -1 and `top_p` 1 are off; `softcap` is the
-    model's final logit cap. Gradients reach hidden, weight and bias; the entropy is detached. Peak
-    memory is a few blocks of `chunk_size` x V, whatever N is.
+    model's final logit cap. `kept` `[N, K]` are the recorded supports: token ids, the target among them, -1 behind
+    them; a row of -1 alone leaves its support to `top_k` and `top_p`. Gradients reach hidden, weight and bias; the
+    entropy is detached. Peak memory is a few blocks of `chunk_size` x V, whatever N is.
 
     Raises ConfigError for a sampler setting without a density (temperature 0 is greedy), SchemaError
     for shapes that do not fit.
@@ -143,8 +148,29 @@ def token_logprobs(
         raise SchemaError(f"hidden, weight, targets have shapes {shapes}; expected [N, D], [V, D], [N]")
     sampler = _Sampler(temperature, top_k, top_p, softcap)
     # A matrix product with sliced (not contiguous) rows copies the whole head for each row.
-    rows = hidden.to(weight.dtype).contiguous()
-    logprobs, entropy = _TokenLogprobs.apply(rows, weight.contiguous(), bias, targets, sampler, chunk_size)
+    rows, weight = hidden.to(weight.dtype).contiguous(), weight.contiguous()
+    if kept is None:
+        return _anew(rows, weight, bias, targets, sampler, chunk_size)
+    if kept.dim() != 2 or kept.shape[0] != targets.shape[0]:
+        raise SchemaError(f"kept has shape {list(kept.shape)}, expected [{targets.shape[0]}, K]")
+    recorded = (kept >= 0).any(dim=-1)
+    if recorded.all():
+        return _recorded(rows, weight, bias, targets, sampler, chunk_size, kept)
+    here, there = recorded.nonzero()[:, 0], (~recorded).nonzero()[:, 0]
+    of_kept = _recorded(rows[here], weight, bias, targets[here], sampler, chunk_size, kept[here])
+    others = _anew(rows[there], weight, bias, targets[there], sampler, chunk_size)
+    order = torch.cat([here, there]).argsort()
+    logprobs, entropy = (torch.cat(both)[order] for both in zip(of_kept, others, strict=True))
+    return logprobs, entropy
+
+
+def _anew(*arguments: Any) -> tuple[Tensor, Tensor]:
+    logprobs, entropy = _TokenLogprobs.apply(*arguments)
+    return logprobs, entropy
+
+
+def _recorded(*arguments: Any) -> tuple[Tensor, Tensor]:
+    logprobs, entropy = KeptLogprobs.apply(*arguments)
     return logprobs, entropy
 
 
@@ -164,8 +190,8 @@ class _TokenLogprobs(torch.autograd.Function):
         dtype = torch.promote_types(weight.dtype, torch.float32)
         logprobs, entropy, log_normaliser = (hidden.new_empty(hidden.shape[0], dtype=dtype) for _ in range(3))
         score, token = torch.empty_like(log_normaliser), torch.empty_like(targets)
-        for span in _spans(hidden.shape[0], chunk_size):
-            scores, _ = sampler.scores(_logits(hidden[span], weight, bias))
+        for span in spans(hidden.shape[0], chunk_size):
+            scores, _ = sampler.scores(logits(hidden[span], weight, bias))
             if (limits := sampler.limits(scores, targets[span])) is not None:
                 score[span], token[span] = limits
                 scores.masked_fill_(_outside(scores, targets[span], *limits), -torch.inf)
@@ -192,8 +218,8 @@ class _TokenLogprobs(torch.autograd.Function):
         # Many chunks are added up: in float32 even when the head is bfloat16.
         grad_weight = torch.zeros_like(weight, dtype=grad.dtype) if wants_weight else None
         grad_bias = torch.zeros_like(bias, dtype=grad.dtype) if wants_bias else None
-        for span in _spans(hidden.shape[0], ctx.chunk_size):
-            scores, slope = sampler.scores(_logits(hidden[span], weight, bias))
+        for span in spans(hidden.shape[0], ctx.chunk_size):
+            scores, slope = sampler.scores(logits(hidden[span], weight, bias))
             if sampler.truncates(scores.shape[-1]):
                 scores.masked_fill_(_outside(scores, targets[span], score[span], token[span]), -torch.inf)
             block = scores.sub_(log_normaliser[span, None]).exp_()
@@ -208,28 +234,9 @@ class _TokenLogprobs(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(block, weight, out=grad_hidden[span])
             if grad_weight is not None:
-                _add_product(grad_weight, block, hidden[span])
+                add_product(grad_weight, block, hidden[span])
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None
-
-
-def _spans(total: int, size: int) -> Iterator[slice]:
-    return (slice(start, start + size) for start in range(0, total, size))
-
-
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A fresh `[C, V]` block, at least float32, that the caller may overwrite."""
-    with torch.autocast(hidden.device.type, enabled=False):  # forward and backward must agree
-        logits = F.linear(hidden, weight, bias)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def _add_product(total: Tensor, block: Tensor, hidden: Tensor) -> None:
-    """`total += block^T hidden`, without a temporary `[V, D]` where the dtypes allow it."""
-    if total.dtype == block.dtype:
-        total.addmm_(block.T, hidden)
-    else:
-        total += block.T @ hidden

@@ -22,8 +22,10 @@ from forge.batch import (
     OUTSIDE_MASK,
     PACKED_KEYS,
     TOKEN_KEYS,
+    WIDE_KEYS,
     Arrays,
     array,
+    check_widths,
     token_keys,
 )
 from forge.errors import SchemaError
@@ -51,13 +53,16 @@ def flat_arrays(padded: Arrays) -> Arrays:
     flat: Arrays = {}
     for key, values in padded.items():
         if full or key in EPISODE_KEYS:
-            flat[key] = values.reshape(-1).copy()
+            flat[key] = values.reshape(-1, *values.shape[2:]).copy()
         else:
             flat[key] = np.concatenate([row[:length] for row, length in zip(values, lengths, strict=True)])
     outside = ~flat["loss_mask"]
     for key, value in OUTSIDE_MASK.items():
         if key in flat:
-            np.putmask(flat[key], outside, value)
+            if key in WIDE_KEYS:
+                flat[key][outside] = value
+            else:
+                np.putmask(flat[key], outside, value)
     return flat
 
 
@@ -143,7 +148,7 @@ def pack(groups: Sequence[Flat], rows: Sequence[Sequence[int]], alloc: Alloc | N
     pieces = _pieces([source["lengths"].tolist() for source in sources])
     chosen = [pieces[episode] for episode in order]
     lengths = [stop - start for _, start, stop in chosen]
-    sizes = _sizes(keys, sum(lengths), len(order), len(rows))
+    sizes = _sizes(keys, sum(lengths), len(order), len(rows), _widths(keys, sources))
     if alloc is None:
         filled: Arrays = {key: np.empty(size, _NUMPY[key]) for key, size in sizes.items()}
         out = as_tensors(filled)
@@ -172,14 +177,16 @@ def pad(groups: Sequence[Flat], pad_id: int = 0) -> TensorDict:
     width, count = max(map(max, lengths)), sum(map(len, lengths))
     full = [min(of_group) == width for of_group in lengths]
     out: Arrays = {}
-    for key in token_keys(sources):
+    keys = token_keys(sources)
+    wide = _widths(keys, sources)
+    for key in keys:
         fill = pad_id if key == "tokens" else OUTSIDE_MASK.get(key, 0)
-        shape, dtype = (count, width), _NUMPY[key]
+        shape, dtype = (count, width, *wide.get(key, ())), _NUMPY[key]
         rows, row = np.empty(shape, dtype) if all(full) else np.full(shape, fill, dtype), 0
         for values, of_group, has_no_padding in zip(sources, lengths, full, strict=True):
             source, start = values[key], 0
             if has_no_padding:
-                rows[row : row + len(of_group)].reshape(-1)[:] = source
+                rows[row : row + len(of_group)].reshape(source.shape)[:] = source
                 row += len(of_group)
                 continue
             for length in of_group:
@@ -234,13 +241,27 @@ def _arrays(flat: Flat) -> Arrays:
     return {key: array(cast(torch.Tensor, value)) for key, value in flat.items() if key in _DTYPES}
 
 
-def _sizes(keys: Sequence[str], num_tokens: int, num_episodes: int, num_rows: int) -> dict[str, int]:
+def _widths(keys: Sequence[str], sources: Sequence[Arrays]) -> dict[str, tuple[int, ...]]:
+    """What one token has of the keys that hold more than a number."""
+    widths = {}
+    for key in WIDE_KEYS:
+        if key in keys:
+            check_widths(key, [source[key].shape[1:] for source in sources])
+            widths[key] = sources[0][key].shape[1:]
+    return widths
+
+
+def _sizes(
+    keys: Sequence[str], num_tokens: int, num_episodes: int, num_rows: int, wide: dict[str, tuple[int, ...]]
+) -> dict[str, int | tuple[int, ...]]:
     """Of a packed batch."""
-    sizes = dict.fromkeys(keys, num_tokens) | dict.fromkeys(EPISODE_KEYS, num_episodes)
+    sizes: dict[str, int | tuple[int, ...]] = {**dict.fromkeys(keys, num_tokens)}
+    sizes |= dict.fromkeys(EPISODE_KEYS, num_episodes)
+    sizes |= {key: (num_tokens, *shape) for key, shape in wide.items()}
     return sizes | {"position_ids": num_tokens, "sequence_ids": num_tokens, "row_offsets": num_rows + 1}
 
 
-def _without_memory(sizes: dict[str, int]) -> TensorDict:
+def _without_memory(sizes: dict[str, int | tuple[int, ...]]) -> TensorDict:
     """What `alloc` is to make."""
     empty = {key: torch.empty(size, dtype=_DTYPES[key], device="meta") for key, size in sizes.items()}
     return TensorDict(empty, batch_size=[])

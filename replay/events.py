@@ -59,6 +59,8 @@ class Tokens:
     """`[n]` int32; -1 where the policy did not produce the token."""
     finish: str = ""
     """Why the episode ended here, stop or length say; empty while it goes on."""
+    kept: torch.Tensor | None = None
+    """`[n, K]` int32, the recorded supports (`forge/supports.py`); None where none are recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +102,13 @@ Event = Reserve | Tokens | Add | Gone | Trained
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """An episode of a running group, as far as it has come. Three tensors `[n]` as in `Tokens`."""
+    """An episode of a running group, as far as it has come. Its tensors are those of `Tokens`."""
 
     tokens: torch.Tensor
     logprobs: torch.Tensor
     versions: torch.Tensor
     finish: str = ""
+    kept: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

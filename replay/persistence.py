@@ -20,7 +20,7 @@ from replay.buffer import ReplayBuffer
 from replay.events import Add, Batch, Entry, Event, Gone, Partial, ReplayState, Tokens
 from replay.journal import Journal
 from replay.metrics import Counts
-from replay.recovery import Recovered, join, recover
+from replay.recovery import Recovered, begun, join, recover
 from replay.staleness import Ticket
 from replay.storage import summarize
 
@@ -156,9 +156,7 @@ class Persistence:
             oldest = entry.version
             if record is None:
                 unclaimed.append(Ticket(entry.seq, entry.version, entry.prompt, entry.partials))
-                self._partials[entry.seq] = {
-                    place: [_tokens(entry.seq, place, p)] for place, p in entry.partials.items()
-                }
+                self._partials[entry.seq] = {place: [begun(entry.seq, place, p)] for place, p in entry.partials.items()}
             else:
                 oldest = record.oldest_version(entry.version)
             ticket = {"seq": entry.seq, "version": entry.version, "prompt": entry.prompt}
@@ -193,7 +191,3 @@ class Persistence:
                 *recovered.notes,
             )
         )
-
-
-def _tokens(seq: int, place: int, part: Partial) -> Tokens:
-    return Tokens(seq, place, 0, part.tokens, part.logprobs, part.versions, part.finish)

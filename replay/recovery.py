@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from forge import supports
 from forge.run_folder import folder_error
 from replay.events import Add, Batch, Entry, Event, Gone, Partial, ReplayState, Reserve, Tokens, Trained
 from replay.frames import Damage
@@ -224,7 +225,7 @@ def join(entry: Entry, parts: Mapping[int, list[Tokens]]) -> dict[int, Partial]:
     joined = dict(entry.partials)
     for episode, events in parts.items():
         so_far = joined.get(episode)
-        chunks = [] if so_far is None else [Tokens(entry.seq, episode, 0, *_columns(so_far), so_far.finish)]
+        chunks = [] if so_far is None else [begun(entry.seq, episode, so_far)]
         length = 0
         kept: list[Tokens] = []
         for event in [*chunks, *events]:
@@ -240,12 +241,14 @@ def join(entry: Entry, parts: Mapping[int, list[Tokens]]) -> dict[int, Partial]:
             torch.cat([e.logprobs for e in kept]),
             torch.cat([e.versions for e in kept]),
             kept[-1].finish,
+            supports.joined([(e.kept, len(e.tokens)) for e in kept]),
         )
     return joined
 
 
-def _columns(part: Partial) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return part.tokens, part.logprobs, part.versions
+def begun(seq: int, episode: int, part: Partial) -> Tokens:
+    """All that an episode has, as if it had been reported at once."""
+    return Tokens(seq, episode, 0, part.tokens, part.logprobs, part.versions, part.finish, part.kept)
 
 
 def _cut(events: list[Tokens], length: int) -> list[Tokens]:
@@ -253,7 +256,7 @@ def _cut(events: list[Tokens], length: int) -> list[Tokens]:
     kept = [event for event in events if event.offset < length]
     if kept and kept[-1].offset + len(kept[-1].tokens) > length:
         last, keep = kept[-1], length - kept[-1].offset
-        kept[-1] = replace(
-            last, tokens=last.tokens[:keep], logprobs=last.logprobs[:keep], versions=last.versions[:keep], finish=""
-        )
+        of_supports = None if last.kept is None else last.kept[:keep]
+        columns = (last.tokens[:keep], last.logprobs[:keep], last.versions[:keep])
+        kept[-1] = Tokens(last.seq, last.episode, last.offset, *columns, kept=of_supports)
     return kept

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from forge.batch import WIDE_KEYS
 from forge.errors import RunFolderError
 from forge.run_folder import folder_error, sync_folder
 from replay.events import Add, Event, ReplayState, Start, Tokens
@@ -30,7 +31,7 @@ end, and events that come at less than four fifths of the disk's pace do not que
 _RECORD = 512
 """Bytes that a record is taken for beside its tensors."""
 _TOKEN = 25
-"""Bytes of one token in a group: id, mask, version and two log-probs."""
+"""Bytes of one token in a group: id, mask, version and two log-probs; what is wide comes on top."""
 
 
 def measure(event: Event) -> int:
@@ -38,11 +39,12 @@ def measure(event: Event) -> int:
     if isinstance(event, Add):
         tokens = event.group.get("tokens", None)
         if tokens is not None:  # a look at every leaf costs more than the rest of an append
-            return _RECORD + _TOKEN * tokens.numel()
+            wide = [event.group.get(key, None) for key in WIDE_KEYS]
+            return _RECORD + _TOKEN * tokens.numel() + sum(value.nbytes for value in wide if value is not None)
         leaves: Iterable[Any] = event.group.values(include_nested=True, leaves_only=True)
         return _RECORD + sum(leaf.nbytes for leaf in leaves)
     if isinstance(event, Tokens):
-        return _RECORD + 3 * event.tokens.nbytes
+        return _RECORD + 3 * event.tokens.nbytes + (0 if event.kept is None else event.kept.nbytes)
     return _RECORD
 
 

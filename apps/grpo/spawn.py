@@ -346,4 +346,5 @@ def tokens_event(part: Progress) -> Tokens:
         torch.tensor(part.tokens.logprobs, dtype=torch.float32),
         torch.tensor(part.tokens.versions, dtype=torch.int32),
         part.finish,
+        part.tokens.kept,
     )

@@ -28,6 +28,7 @@ from weightsync.publisher import Publisher, combine
 
 PROMPT = [33, 50, 27, 7, 8, 9, 10, 20]
 SAMPLERS = [Sampling(), Sampling(0.6, 0.9), Sampling(1.3, 1.0, 5), Sampling(0.8, 0.95, 20)]
+KEEPING = [Sampling(0.6, 0.9, 0, 2), Sampling(1.3, 1.0, 5, 5), Sampling(0.8, 0.95, 20, 4)]
 GREEDY = Sampling(temperature=0.0)
 KV_MODES = get_args(KvMode)
 MAX_LEN = 512
@@ -147,8 +148,13 @@ class Live:
         )
         return list(await asyncio.gather(*requests))
 
-    def expected(self, index: int, completion: Completion, sampling: Sampling = SAMPLERS[0]) -> torch.Tensor:
-        """What the trainer says about the tokens of request `index`, under its weights of now."""
+    def expected(
+        self, index: int, completion: Completion, sampling: Sampling = SAMPLERS[0], *, anew: bool = False
+    ) -> torch.Tensor:
+        """What the trainer says about the tokens of request `index`, under its weights of now.
+
+        Over the supports that were recorded, if any were; `anew`: over what these weights would keep.
+        """
         tokens = torch.tensor([[*PROMPT, 7 + index % 8, *completion.token_ids]])
         mask = torch.zeros_like(tokens, dtype=torch.bool)
         mask[:, len(PROMPT) + 1 :] = True
@@ -160,7 +166,16 @@ class Live:
             chunk_size=64,
         )
         with torch.no_grad():
-            return policy(tokens, torch.arange(tokens.shape[1])[None], mask)[0]
+            return policy(tokens, torch.arange(tokens.shape[1])[None], mask, None if anew else completion.kept)[0]
+
+    def over_kept(self, index: int, completion: Completion, sampling: Sampling) -> torch.Tensor:
+        """The same from all logits: a softmax over the recorded tokens, where there are any."""
+        tokens = torch.tensor([[*PROMPT, 7 + index % 8, *completion.token_ids]])
+        with torch.no_grad():
+            scores = self.hf(input_ids=tokens).logits[0, len(PROMPT) : -1] / sampling.temperature
+        assert completion.kept is not None
+        rows = zip(scores, completion.token_ids, completion.kept, strict=True)
+        return torch.stack([row[token] - row[k[k >= 0].long()].logsumexp(0) for row, token, k in rows if k[0] >= 0])
 
     def check(self, completions: Sequence[Completion], sampling: Sampling = SAMPLERS[0]) -> None:
         """Every token was sampled with the probability that the trainer's weights of now give it."""
@@ -221,6 +236,36 @@ def test_the_trainer_gives_every_sampled_token_the_probability_that_the_sampler_
     live: Live, sampling: Sampling
 ) -> None:
     live.check(live.run(live.complete(16, 24, sampling)), sampling)
+
+
+@pytest.mark.parametrize("sampling", KEEPING, ids=str)
+def test_over_recorded_supports_the_ratio_is_one_at_once_and_that_of_one_support_after_an_update(
+    live: Live, sampling: Sampling
+) -> None:
+    completions = live.run(live.complete(16, 24, sampling))
+    kept = torch.cat([c.kept for c in completions])
+    recorded = (kept >= 0).any(dim=-1)
+    assert kept.shape == (16 * 24, sampling.keep)
+    assert bool(recorded.all()) == (sampling.top_p == 1.0), "some supports of top-p are larger than what is recorded"
+    assert float(recorded.float().mean()) > 0.5
+    assert int((kept >= 0).sum(dim=-1).max()) > 1
+    live.check(completions, sampling)
+    unrecorded = [replace(c, kept=None) for c in completions]
+    live.check(unrecorded, sampling)  # at staleness 0 what is computed anew is the same
+
+    live.perturb(1)
+    now = torch.cat([live.expected(i, c, sampling) for i, c in enumerate(completions)])
+    anew = torch.cat([live.expected(i, c, sampling, anew=True) for i, c in enumerate(completions)])
+    assert bool(now.isfinite().all())
+    torch.testing.assert_close(now[~recorded], anew[~recorded])
+    assert float(((now - anew).abs() > 0.01)[recorded].float().mean()) > 0.05, "the new weights keep the same tokens"
+    for index, completion in enumerate(completions):
+        torch.testing.assert_close(
+            live.expected(index, completion, sampling)[(completion.kept >= 0).any(dim=-1)],
+            live.over_kept(index, completion, sampling),
+            atol=1e-4,
+            rtol=0,
+        )
 
 
 @pytest.mark.parametrize("forgotten", [Sampling(1.0, 0.9), Sampling(0.6, 1.0)], ids=["temperature", "top_p"])

@@ -133,3 +133,20 @@ def test_pairs_stay_in_one_pass_beside_each_other(
 def test_a_pair_that_is_too_long_for_a_pass_says_so() -> None:
     with pytest.raises(ConfigError, match=r"2 episodes that stay together have 18 tokens, trainer\.microbatch_tokens"):
         micro_batches(batch(), 17, packing=False, together=2)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("form", [batch, lambda: packed(13)])
+def test_recorded_supports_come_in_the_order_of_the_trained_tokens(
+    form: Callable[[], TensorDict], packing: bool
+) -> None:
+    td = form()
+    kept = torch.stack([td["tokens"], td["tokens"] + 1], dim=-1).int()
+    td["kept_tokens"] = torch.where(td["loss_mask"][..., None], kept, 77)  # what stands outside must not arrive
+    for cut in micro_batches(td, 13, packing=packing):
+        assert cut.kept_tokens is not None
+        assert cut.kept_tokens[:, 0].tolist() == cut.tokens[cut.mask].tolist()
+        assert cut.kept_tokens[:, 1].tolist() == (cut.tokens[cut.mask] + 1).tolist()
+    spare = empty_micro_batch(td)
+    assert spare.kept_tokens is not None
+    assert spare.kept_tokens.shape == (0, 2)

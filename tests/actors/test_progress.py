@@ -80,6 +80,46 @@ def test_what_is_told_while_a_call_runs_adds_up_to_its_completions(live: Live) -
         assert whole.versions == completion.versions[:count]
 
 
+def test_supports_are_told_with_the_tokens_that_were_sampled_from_them(live: Live) -> None:
+    sampling = Sampling(1.0, 0.9, 0, 8)
+
+    async def told_and_returned() -> tuple[list[Completion], Completion]:
+        request = live.engine.generate(PROMPT, sampling, max_tokens=LENGTH, seed=5, stop_ids=(), request_id="r")
+        call, parts, told = asyncio.ensure_future(request), list[Completion](), 0
+        while not call.done():
+            if (part := live.engine.sampled({"r": told}).get("r")) and part.token_ids:
+                parts.append(part)
+                told += len(part.token_ids)
+            await asyncio.sleep(0.01)
+        return parts, await call
+
+    parts, completion = live.run(told_and_returned())
+    assert len(parts) > 4
+    whole = Completion([], [], [], "abort")
+    for part in parts:
+        whole.extend(part)
+    count = len(whole.token_ids)
+    assert whole.token_ids == completion.token_ids[:count]
+    assert whole.logprobs == completion.logprobs[:count]
+    assert whole.kept is not None
+    assert completion.kept is not None
+    assert completion.kept.shape == (LENGTH, 8)
+    assert torch.equal(whole.kept, completion.kept[:count])
+    sampled = torch.tensor(completion.token_ids)[:, None]
+    recorded = (completion.kept >= 0).any(dim=-1)
+    assert bool(recorded.any())
+    assert torch.equal((completion.kept == sampled).any(dim=-1), recorded)
+
+    # Another engine goes on: what it was given keeps its supports, as far as they fit, and has none where it had none.
+    for begun, expected in ((parts[0], parts[0].kept), (Completion([9] * 3, [-1.0] * 3, [0] * 3, "abort"), None)):
+        keeping = live.engine.generate(PROMPT, sampling, max_tokens=40, seed=5, stop_ids=(), begun=begun)
+        done, n = live.run(keeping), len(begun.token_ids)
+        assert done.kept.shape == (len(done.token_ids), 8)
+        assert torch.equal(done.kept[:n], torch.full((n, 8), -1).int() if expected is None else expected)
+    without = live.engine.generate(PROMPT, Sampling(), max_tokens=40, seed=5, stop_ids=(), begun=parts[0])
+    assert live.run(without).kept is None
+
+
 def test_a_completion_that_ended_while_others_run_is_told_once_with_its_end(live: Live) -> None:
     async def told() -> list[Progress]:
         done = Completion([9] * (LENGTH - 4), [-1.0] * (LENGTH - 4), [0] * (LENGTH - 4), "abort")

@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from actors.model import freeze_except, load_hf
+from actors.reference import Reference
 from actors.trainer import ModelSpec, Trainer, TrainerConfig
 from apps.grpo.models import resolve_model
 from forge.batch import collate, is_packed, make_group
@@ -322,6 +323,35 @@ def test_the_ratio_is_one_when_the_policy_itself_was_the_sampler(nano: str, samp
     batch["behavior_logprobs"] = torch.zeros_like(batch["behavior_logprobs"]).masked_scatter(
         batch["loss_mask"], logprobs
     )
+    metrics = one.step(batch).metrics
+    assert metrics["ratio/mean"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["ratio/clip_fraction"] == 0.0
+
+
+def supports_of(batch: TensorDict) -> torch.Tensor:
+    """`[B, T, 4]`: each trained token and its two neighbours, and of every fifth token none."""
+    tokens = batch["tokens"]
+    kept = torch.stack([tokens, tokens + 1, tokens - 1, torch.full_like(tokens, -1)], dim=-1)
+    return torch.where((batch["loss_mask"] & (tokens % 5 > 0))[..., None], kept, -1).int()
+
+
+@pytest.mark.parametrize("cut", [{"microbatch_tokens": 24}, {"packing": True, "microbatch_tokens": 30}])
+def test_recorded_supports_are_what_trainer_and_reference_take_log_probs_over(nano: str, cut: dict[str, Any]) -> None:
+    sampler: dict[str, Any] = {"temperature": 0.6, "top_p": 0.9}
+    batch = ragged_batch()
+    batch["kept_tokens"] = supports_of(batch)
+    mask = batch["loss_mask"]
+    one = trainer(nano, **sampler, **cut)
+    with torch.no_grad():
+        positions = torch.arange(batch["tokens"].shape[1]).expand_as(batch["tokens"])
+        logprobs, _ = one.policy(batch["tokens"], positions, mask, batch["kept_tokens"][mask])
+        anew, _ = one.policy(batch["tokens"], positions, mask)
+    recorded = batch["tokens"][mask] % 5 > 0
+    assert (logprobs[recorded] - anew[recorded]).abs().mean() > 0.1
+    batch["behavior_logprobs"] = torch.zeros_like(batch["behavior_logprobs"]).masked_scatter(mask, logprobs)
+    reference = Reference(ModelSpec(nano, "float32", **sampler), microbatch_tokens=24).logprobs(batch)
+    torch.testing.assert_close(reference, batch["behavior_logprobs"], atol=1e-5, rtol=0)
+    batch["ref_logprobs"] = reference
     metrics = one.step(batch).metrics
     assert metrics["ratio/mean"] == pytest.approx(1.0, abs=1e-5)
     assert metrics["ratio/clip_fraction"] == 0.0

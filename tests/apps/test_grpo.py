@@ -114,7 +114,7 @@ def test_ctrl_c_ends_the_run_with_a_checkpoint_that_loads(launch: Launch) -> Non
 
 def test_a_run_whose_controller_is_killed_goes_on_and_its_batches_give_the_same_losses_again(launch: Launch) -> None:
     ppo = ["--algorithm=ppo", "--trainer.updates=1", "--mesh.critic.procs=1"]  # its critic on a mesh of its own
-    options = ["--run.checkpoint_every=2", "--replay.record"]
+    options = ["--run.checkpoint_every=2", "--replay.record", "--generator.top_p=0.9", "--generator.keep_support=8"]
     first = launch("--trainer.steps=1000", *options, *ppo)
     first.wait_until(lambda: (first.folder / "checkpoints" / "000002").exists(), "a checkpoint")
     rows = len(first.rows())
@@ -178,6 +178,7 @@ def test_a_run_that_is_killed_at_random_moments_trains_each_prompt_once(launch: 
         ("--model=/no/such/folder", "/no/such/folder does not exist"),
         ("--mesh.trainer.procs=64", "trainer needs 64 device(s)"),
         ("--generator.temperature=0", "generator.temperature must be >= 0.01, got 0"),
+        ("--generator.keep_support=8", "generator.keep_support is 8 with top_p 1 and top_k 0: no support"),
         ("--config=missing.yaml", "missing.yaml"),
     ],
 )

@@ -47,11 +47,18 @@ def packed(groups: list[TensorDict], max_tokens: int) -> TensorDict:
 ragged = st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4), min_size=1, max_size=5)
 
 
+def supports(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """`[..., 3]`: of every third trained token none, of the others the token itself and half the time one more."""
+    kept = torch.stack([tokens, torch.where(tokens % 2 == 0, tokens + 1, -1), torch.full_like(tokens, -1)], dim=-1)
+    return kept.masked_fill(~(mask & (tokens % 3 > 0))[..., None], -1).int()
+
+
 def made(lengths: list[list[int]], *, reference: bool = False) -> list[TensorDict]:
     groups = [group(row, prompt=1 + i, group_id=i, version=i) for i, row in enumerate(lengths)]
     if reference:
         for td in groups:
             td["ref_logprobs"] = torch.where(td["loss_mask"], -3.0, 0.0)
+            td["kept_tokens"] = supports(td["tokens"], td["loss_mask"])
     return groups
 
 
@@ -250,3 +257,45 @@ def test_runs_stay_together_in_every_cut(lengths: list[int], max_tokens: int, to
 def test_a_torn_run_is_an_error() -> None:
     with pytest.raises(SchemaError, match=r"3 episodes are no multiple of 2"):
         first_fit([1, 2, 3], 10, together=2)
+
+
+# What is wide: more than a number a token
+
+
+def with_supports(lengths: list[int], size: int, **arguments: Any) -> TensorDict:
+    """A group whose tokens have supports of themselves alone, in rows of `size`."""
+    td = group(lengths, **arguments)
+    kept = torch.full((*td["tokens"].shape, size), -1, dtype=torch.int32)
+    kept[..., 0] = torch.where(td["loss_mask"], td["tokens"], -1)
+    td["kept_tokens"] = kept
+    return td
+
+
+def test_supports_travel_with_their_tokens_into_shared_memory_and_back() -> None:
+    groups = [with_supports([3, 1], 4), with_supports([2, 2], 4, group_id=1)]
+    flat = [flatten(td) for td in groups]
+    assert [td["kept_tokens"].shape for td in flat] == [(8, 4), (8, 4)]
+    out = channel.take(channel.put(pack(flat, [[3, 0], [1]], channel.alloc)))
+    check_packed(out)
+    assert out["kept_tokens"].shape == (12, 4)
+    own = torch.where(out["loss_mask"], out["tokens"], -1)
+    assert torch.equal(out["kept_tokens"][:, 0].long(), own)
+    assert int(out["kept_tokens"][:, 1:].max()) == -1
+    assert torch.equal(pad(flat)["kept_tokens"], collate(groups)["kept_tokens"])
+
+
+def test_what_stands_outside_the_mask_of_supports_is_put_in_order() -> None:
+    td = with_supports([3, 1], 2)
+    expected = flatten(td)["kept_tokens"]
+    td["kept_tokens"][~td["loss_mask"]] = 77
+    assert torch.equal(flatten(td)["kept_tokens"], expected)
+
+
+@pytest.mark.parametrize("join", [pad, collate, lambda flat: pack(flat, [[0], [1]])], ids=["pad", "collate", "pack"])
+def test_supports_of_several_widths_or_of_some_groups_only_are_refused(join: Any) -> None:
+    groups = [with_supports([3], 2), with_supports([3], 4), group([3])]
+    given = groups if join is collate else [flatten(td) for td in groups]
+    with pytest.raises(SchemaError, match=r"kept_tokens has shapes \[\(2,\), \(4,\)\] of a token"):
+        join(given[:2])
+    with pytest.raises(SchemaError, match="kept_tokens is in 1 of 2 groups"):
+        join(given[1:])

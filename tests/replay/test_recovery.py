@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +20,7 @@ from forge.batch import make_group
 from forge.data import Prompt
 from forge.errors import RunFolderError
 from replay.events import Add, Batch, Entry, Event, Gone, Partial, ReplayState, Reserve, Tokens, Trained
-from replay.frames import read_frames
+from replay.frames import _CLASSES, encode, read_frames
 from replay.recovery import Story, recover, versions
 from replay.segments import JournalError, log_path, snapshot_path
 from replay.writer import Writer, measure
@@ -494,3 +495,77 @@ def test_what_lies_before_the_damage_can_be_had_and_later_segments_are_dropped_w
     assert kept.state.next_seq == 4
     assert "everything later is dropped" in kept.notes[0]
     assert recover(tmp_path, 2).notes == [], "what lies before the snapshot is not read"
+
+
+# --- recorded supports
+
+
+def supports(first: int, count: int, size: int) -> torch.Tensor:
+    """`[count, size]`: token t was sampled from itself and t + 1."""
+    rows = torch.full((count, size), -1, dtype=torch.int32)
+    rows[:, 0] = torch.arange(first, first + count)
+    rows[:, 1] = rows[:, 0] + 1
+    return rows
+
+
+def kept_tokens(seq: int, offset: int, count: int, size: int = 3) -> Tokens:
+    return replace(tokens(seq, 0, offset, count), kept=supports(100 * seq + offset, count, size))
+
+
+def test_supports_of_an_unfinished_episode_come_back_with_its_tokens_whatever_was_lost(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    disk.rotate(ReplayState(0))
+    disk.write(Reserve(1, 0), kept_tokens(1, 0, 4), kept_tokens(1, 4, 2), kept_tokens(1, 3, 5))
+    part = recover(tmp_path, 0).state.entries[1].partials[0]
+    assert part.tokens.tolist() == list(range(100, 108))
+    assert part.kept is not None
+    assert torch.equal(part.kept, supports(100, 8, 3))
+    # A snapshot holds it, and later tokens continue it; the last of them are torn off by a crash.
+    disk.rotate(recover(tmp_path, 0).state)
+    disk.write(kept_tokens(1, 8, 2))
+    whole = log_path(tmp_path, 1).stat().st_size
+    disk.write(kept_tokens(1, 10, 2))
+    with log_path(tmp_path, 1).open("r+b") as file:
+        file.truncate(whole + 40)
+    part = recover(tmp_path, 0).state.entries[1].partials[0]
+    assert part.kept is not None
+    assert torch.equal(part.kept, supports(100, 10, 3))
+
+
+def test_tokens_that_recorded_no_support_or_a_wider_one_stay_beside_the_others(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    disk.rotate(ReplayState(0))
+    disk.write(Reserve(1, 0), tokens(1, 0, 0, 2), kept_tokens(1, 2, 2, size=3), kept_tokens(1, 4, 1, size=5))
+    kept = recover(tmp_path, 0).state.entries[1].partials[0].kept
+    assert kept is not None
+    assert kept.tolist() == [[-1] * 5] * 2 + [[102, 103, -1, -1, -1], [103, 104, -1, -1, -1], [104, 105, -1, -1, -1]]
+
+
+def test_a_journal_from_before_supports_were_recorded_is_read(tmp_path: Path) -> None:
+    """A record is read field by field: those that it lacks have their defaults."""
+    old = tokens(1, 0, 0, 2)
+    fewer = dataclasses.make_dataclass("Tokens", [f.name for f in dataclasses.fields(Tokens)][:-1], frozen=True)
+    with mock.patch.dict(_CLASSES, Tokens=fewer):
+        values = [getattr(old, f.name) for f in dataclasses.fields(Tokens)][:-1]
+        (tmp_path / "old").write_bytes(encode(7, fewer(*values)))
+    (frame,) = read_frames(tmp_path / "old", lambda damage: pytest.fail(str(damage)))
+    read = frame.load()
+    assert type(read) is Tokens
+    assert read.kept is None
+    assert read.tokens.tolist() == old.tokens.tolist()
+
+
+def test_a_complete_group_keeps_its_supports_and_counts_them(tmp_path: Path) -> None:
+    plain_add = Add(1, group(1))
+    td = group(1)
+    kept = torch.full((*td["tokens"].shape, 4), -1, dtype=torch.int32)
+    kept[..., 0] = torch.where(td["loss_mask"], td["tokens"], -1)
+    td["kept_tokens"] = kept
+    assert measure(Add(1, td)) == measure(plain_add) + kept.nbytes
+    assert measure(kept_tokens(1, 0, 2)) == measure(tokens(1, 0, 0, 2)) + 2 * 3 * 4
+    disk = Disk(tmp_path)
+    disk.rotate(ReplayState(0))
+    disk.write(Reserve(1, 0), Add(1, td))
+    found = recover(tmp_path, 0).state.entries[1].group
+    assert found is not None
+    assert torch.equal(found["kept_tokens"], kept)

@@ -240,3 +240,14 @@ def test_a_wait_for_a_slot_says_how_much_memory_is_held() -> None:
     replay = buffer(4 * SIZE)
     added(replay)
     assert f"{SIZE} of {4 * SIZE} bytes of memory (replay.memory_bytes) are held" in replay.describe_slots()
+
+
+def test_recorded_supports_are_kept_counted_and_read_again() -> None:
+    td, plain = group([4, 3], [5]), store(group([4, 3], [5]), 1)
+    kept = torch.full((2, 4, 3), -1, dtype=torch.int32)
+    kept[..., 0] = torch.where(td["loss_mask"], td["tokens"], -1)
+    td["kept_tokens"] = kept
+    record = store(td, 1)
+    assert record.nbytes == plain.nbytes + 7 * 3 * 4
+    assert torch.equal(pad([record.group])["kept_tokens"], kept)
+    assert torch.equal(summarize(record.group).group["kept_tokens"], record.group["kept_tokens"])
