@@ -1,4 +1,4 @@
-"""Laws of taking turns without any device: whoever fails or is cancelled, nothing is left asleep, held, or waiting."""
+"""Laws of taking turns: whoever fails or is cancelled, nothing is left asleep, held, or waiting."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ import random
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+from actors.generator import Generator, GeneratorConfig
 from actors.turns import Clock, Turns
+from actors.vllm_engine import Sampling
+from apps.grpo.models import resolve_model
 from forge.errors import DeadlineExceeded
+from weightsync.config import WeightSyncConfig
 
 WAIT_S = 60.0
 
@@ -246,3 +251,35 @@ def test_deadlines_stand_still_while_the_clock_is_stopped_and_go_on_afterwards()
         return await clock.within(0.2, "a value", asyncio.sleep(0, "in time"))
 
     assert asyncio.run(run()) == "in time"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_an_engine_that_sleeps_leaves_the_gpu_and_its_requests_go_on_where_they_were() -> None:
+    """Also the test that vLLM's sleep mode is there, and that the weights of before serve after it."""
+    asyncio.run(asyncio.wait_for(sleep_on_a_gpu(), 280))
+
+
+async def sleep_on_a_gpu() -> None:
+    config = GeneratorConfig(max_model_len=512, max_new_tokens=400, kv_cache_bytes=4 << 30)
+    sync, model = WeightSyncConfig(shadow=False), str(resolve_model("nano"))
+    generator = Generator(config, model, "bfloat16", seed=0, stop_ids=[], sync=sync, sleep_mode=True)
+    prompts = [[33, 50, 27, digit] for digit in range(7, 17)]
+
+    async def greedy() -> list[list[int]]:
+        engine = generator._engine
+        requests = (engine.generate(p, Sampling(0.0), max_tokens=400, seed=0, stop_ids=[]) for p in prompts)
+        return [completion.token_ids for completion in await asyncio.gather(*requests)]
+
+    await generator.setup(prompts[0])
+    try:
+        whole, free = await greedy(), torch.cuda.mem_get_info()[0]
+        interrupted = asyncio.ensure_future(greedy())
+        await asyncio.sleep(0.2)
+        await generator.sleep()
+        assert torch.cuda.mem_get_info()[0] - free > 3 << 30  # the KV cache above all: nano's weights are small
+        assert not interrupted.done()
+        await generator.wake()
+        assert await interrupted == whole
+    finally:
+        generator.shutdown()

@@ -21,6 +21,7 @@ from actors.generator import GeneratorActor, GeneratorConfig, Replica
 from actors.reward import Sample, Scores
 from actors.trainer import Trainer, TrainerConfig
 from actors.trainer_mesh import TrainerActor, TrainerMesh
+from actors.vllm_engine import Completion, Sampling
 from apps.grpo.config import DEFAULT_PRESET, AppConfig, plan_run
 from apps.grpo.main import Run, train
 from apps.grpo.spawn import Actors, spawn_actors
@@ -101,6 +102,15 @@ class TracedGenerator(GeneratorActor):
     async def steps(self) -> list[Interval]:
         (steps,) = await self._generator._engine._engine.collective_rpc(noted_steps)
         return [(begin, end) for begin, end in steps]
+
+    @concurrent_endpoint
+    async def greedy(self, prompts: Sequence[Sequence[int]]) -> list[Completion]:
+        """The likeliest completions of `BUDGET` tokens."""
+        requests = (
+            self._generator._engine.generate(prompt, Sampling(0.0), max_tokens=BUDGET, seed=0, stop_ids=[])
+            for prompt in prompts
+        )
+        return list(await asyncio.gather(*requests))
 
     @concurrent_endpoint
     async def interrupted(self) -> int:

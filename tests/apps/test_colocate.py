@@ -11,6 +11,7 @@ from typing import Any, Literal
 import pytest
 from colocated import BUDGET, Colocated, Interval, parse
 
+from actors.vllm_engine import Completion
 from forge.errors import ConfigError
 from forge.launch import Hosts
 from forge.placement import MeshConfig, Placement, RoleConfig, plan_placement
@@ -84,6 +85,35 @@ def test_a_step_that_fails_leaves_the_generators_awake_and_their_requests_whole(
 
     assert overlaps(*colocated.run(step_among_requests(in_turn=True))) == []
     assert overlaps(*colocated.run(step_among_requests(in_turn=False))), "what is measured cannot tell turns from none"
+
+
+def test_greedy_output_interrupted_by_turns_is_the_uninterrupted_output(colocated: Colocated, slow_run: Traced) -> None:
+    assert slow_run
+    generator = colocated.cluster.kept["generator"]
+    (turns,) = {replica._turns for replica in colocated.actors.generators.replicas}
+    assert turns is not None
+    prompts = [[33, 50, 27, digit] for digit in range(7, 17)]
+
+    async def among_turns() -> tuple[list[Completion], int]:
+        requests = asyncio.ensure_future(generator.greedy.call_one(prompts))
+        before = await generator.interrupted.call_one()
+        while not requests.done():
+            async with turns.training("a step"):
+                pass
+        return await requests, await generator.interrupted.call_one() - before
+
+    whole = colocated.run(generator_greedy(generator, prompts))
+    parts, interrupted = colocated.run(among_turns())
+    assert interrupted > 0
+    for one, other in zip(whole, parts, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        assert one.finish_reason == other.finish_reason == "length"
+
+
+async def generator_greedy(generator: Any, prompts: list[list[int]]) -> list[Completion]:
+    completions: list[Completion] = await generator.greedy.call_one(prompts)
+    return completions
 
 
 # --- what is refused, and where roles go; nothing is started
