@@ -62,8 +62,8 @@ class MeshConfig:
     reference: RoleConfig = field(default_factory=RoleConfig)
     """The frozen reference policy, or a teacher; spawned only where the loss reads its log-probs."""
     critic: RoleConfig = field(default_factory=RoleConfig)
-    """The critic of PPO. Without procs it shares the trainer's processes; with as many as the trainer's it has a mesh of
-    its own, and both train at the same time."""
+    """The critic of PPO. Without procs it shares the trainer's processes; with as many as the trainer's it has a mesh
+    of its own, and both train at the same time."""
     reward_model: RoleConfig = field(default_factory=RoleConfig)
     """The reward model; spawned only where reward.model is set."""
 
