@@ -132,7 +132,10 @@ def main() -> None:
     parser.add_argument("--arms", choices=list(ARMS), default="staleness", help="what is compared (staleness)")
     parser.add_argument("--seeds", type=int, default=10, help="runs of each arm (10)")
     parser.add_argument("--steps", type=int, default=120, help="training steps of a run (120)")
-    parser.add_argument("--folder", type=Path, required=True, help="where runs are kept; done ones are not run again")
+    folder = Path("runs/convergence")
+    parser.add_argument(
+        "--folder", type=Path, default=folder, help=f"where runs are kept, done ones for good ({folder})"
+    )
     parser.add_argument("--side-by-side", type=int, default=1, help="runs at the same time; s a step means little then")
     parser.add_argument("-o", "--out", type=Path, help="picture to write")
     args = parser.parse_args()
