@@ -145,11 +145,11 @@ def test_a_replica_never_straddles_the_end_of_a_node() -> None:
         (MeshConfig(trainer=RoleConfig(procs=9)), 8, ["trainer needs 9 device(s)", "pool 'default' has 8"]),
         (MeshConfig(generator=RoleConfig(procs=4, replicas=3)), 8, ["generator needs 12", "has 8"]),
         (MeshConfig(trainer=RoleConfig(pool="trian")), 8, ["mesh.trainer.pool", "'trian'", "default"]),
-        (MeshConfig(), 1, ["trainer and generator would share a device", "no colocated mode"]),
+        (MeshConfig(), 1, ["trainer and generator would share a device", "mesh.colocate=true"]),
         (
             MeshConfig(trainer=RoleConfig(procs=6), generator=RoleConfig(procs=4)),
             8,
-            ["trainer and generator would share a device", "no colocated mode"],
+            ["trainer and generator would share a device", "mesh.colocate=true"],
         ),
         (
             MeshConfig(pools={"default": 5, "b": 4}),
