@@ -38,6 +38,14 @@ settings.register_profile("meshforge", deadline=None, derandomize=True)
 settings.load_profile("meshforge")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_stays_behind() -> Iterator[None]:
+    """A trainer of one rank makes a process group of its own where FSDP2 wants one; the next module begins without."""
+    yield
+    if (torch := sys.modules.get("torch")) is not None and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def nothing_stays_behind() -> Iterator[None]:
     """At the end of the session: Monarch shut down, no process of ours alive, none of our segments left."""

@@ -266,7 +266,10 @@ def keywords_of(path: str, function: str) -> dict[str, ast.expr]:
 
 @pytest.mark.parametrize(
     ("function", "not_in_bare"),
-    [("AsyncEngineArgs", {"worker_extension_cls", "weight_transfer_config"}), ("SamplingParams", set[str]())],
+    [
+        ("AsyncEngineArgs", {"worker_extension_cls", "weight_transfer_config", "max_logprobs", "enable_sleep_mode"}),
+        ("SamplingParams", set[str]()),
+    ],
 )
 def test_bare_vllm_gets_our_engines_arguments_less_the_receiver(function: str, not_in_bare: set[str]) -> None:
     ours = keywords_of("actors/vllm_engine.py", function)

@@ -249,5 +249,5 @@ def test_a_reward_that_is_not_finite_is_named() -> None:
 
 
 def test_gae_without_a_critic_says_so() -> None:
-    with pytest.raises(SchemaError, match=r"values is missing; grpo\.advantage gae needs a critic"):
+    with pytest.raises(SchemaError, match=r"values is missing; loss\.token_advantages gae needs a critic"):
         gae(one_row([1.0], [1]))

@@ -112,6 +112,7 @@ class Bare:
             max_tokens=max_tokens,
             seed=seed,
             logprobs=0,
+            flat_logprobs=True,
             stop_token_ids=[],
             ignore_eos=True,
             detokenize=False,
