@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forge.logits import add_product, logits, spans
+from forge.logits import HeadGradients, logits, spans
 
 
 class _Scores(Protocol):
@@ -55,11 +55,7 @@ class KeptLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_normaliser, kept = ctx.saved_tensors
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        # Many chunks are added up: in float32 even when the head is bfloat16.
-        grad_weight = torch.zeros_like(weight, dtype=grad.dtype) if wants_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=grad.dtype) if wants_bias else None
+        gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3], grad.dtype)
         for span in spans(hidden.shape[0], ctx.chunk_size):
             block = logits(hidden[span], weight, bias)
             _, scores, slope = _scores(block, targets[span], kept[span], ctx.sampler)
@@ -70,18 +66,8 @@ class KeptLogprobs(torch.autograd.Function):
                 share.mul_(slope)
             # What stands for "no token" adds nothing to token 0.
             block = block.zero_().scatter_add_(-1, _ids(kept[span]), share)
-            if grad_bias is not None:
-                grad_bias += block.sum(dim=0)
-            block = block.to(weight.dtype)
-            if grad_hidden is not None:
-                torch.mm(block, weight, out=grad_hidden[span])
-            if grad_weight is not None:
-                add_product(grad_weight, block, hidden[span])
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        if grad_bias is not None:
-            grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+            gradients.add(span, block)
+        return *gradients.sums(), None, None, None, None
 
 
 def _ids(kept: Tensor) -> Tensor:

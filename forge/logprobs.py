@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from forge.errors import ConfigError, SchemaError
 from forge.kept_logprobs import KeptLogprobs
-from forge.logits import add_product, logits, spans
+from forge.logits import HeadGradients, logits, spans
 
 MIN_TEMPERATURE = 0.01
 """vLLM samples at this temperature when a smaller positive one is asked for."""
@@ -213,11 +213,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_normaliser, score, token = ctx.saved_tensors
         sampler: _Sampler = ctx.sampler
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        # Many chunks are added up: in float32 even when the head is bfloat16.
-        grad_weight = torch.zeros_like(weight, dtype=grad.dtype) if wants_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=grad.dtype) if wants_bias else None
+        gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3], grad.dtype)
         for span in spans(hidden.shape[0], ctx.chunk_size):
             scores, slope = sampler.scores(logits(hidden[span], weight, bias))
             if sampler.truncates(scores.shape[-1]):
@@ -228,15 +224,5 @@ class _TokenLogprobs(torch.autograd.Function):
             block.div_(sampler.temperature)
             if slope is not None:
                 block.mul_(slope)
-            if grad_bias is not None:
-                grad_bias += block.sum(dim=0)
-            block = block.to(weight.dtype)
-            if grad_hidden is not None:
-                torch.mm(block, weight, out=grad_hidden[span])
-            if grad_weight is not None:
-                add_product(grad_weight, block, hidden[span])
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        if grad_bias is not None:
-            grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+            gradients.add(span, block)
+        return *gradients.sums(), None, None, None
