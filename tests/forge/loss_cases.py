@@ -11,15 +11,58 @@ import pytest
 import torch
 from torch import Tensor
 
-from forge.losses import LossConfig, LossInput, LossOutput, compute_loss, denominator
+from forge.losses import AGGREGATIONS, LossConfig, LossInput, LossOutput, compute_loss, denominator
 
 GOLDEN = Path(__file__).parent / "golden"
 ALGORITHMS = json.loads((GOLDEN / "algorithms.json").read_text())
 GRADIENTS = json.loads((GOLDEN / "losses_and_gradients.json").read_text())
 
 
+# Key of a golden number, and the loss that has to give it: aggregation, options, and whether three policies take part.
+Case = tuple[str, Any, dict[str, Any], bool]
+WITH_VALUE: list[Case] = [
+    *(
+        (f"ppo_clip(.2,.28,c=3)/{name.replace('_', '-')}", name, {"dual_clip": 3.0, "norm_length": 5}, False)
+        for name in AGGREGATIONS
+    ),
+    ("gspo(3e-4,4e-4)", "seq_mean_token_mean", {"name": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}, False),
+    ("cispo(low=1,high=4)", "token_mean", {"name": "cispo", "clip_low": 1.0, "clip_high": 4.0}, False),
+    ("ppo*tis_token(C=2) token-mean", "token_mean", {"correction": "tis", "clip_high": 0.2}, True),
+    ("ppo*icepop(.5,5) token-mean", "token_mean", {"correction": "icepop", "clip_high": 0.2}, True),
+    (
+        "decoupled_ppo(eps=.2,cap=1.2,mask)",
+        "token_mean",
+        {"name": "decoupled_ppo", "clip_high": 0.2, "weight_high": 1.2},
+        True,
+    ),
+    (
+        "decoupled_ppo(eps=.2,cap=1.2,clamp)",
+        "token_mean",
+        {"name": "decoupled_ppo", "clip_high": 0.2, "weight_high": 1.2, "weight_over": "clamp"},
+        True,
+    ),
+]
+"""Of algorithms.json."""
+WITH_GRADIENT: list[Case] = [
+    *(
+        (f"ppo_{name.replace('_', '-')}", name, {}, False)
+        for name in ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm")
+    ),
+    ("ppo_token-mean(bnpo)", "token_mean", {}, False),
+    ("gspo", "seq_mean_token_mean", {"name": "gspo"}, False),
+    ("gspo_token-mean", "token_mean", {"name": "gspo"}, False),
+    ("cispo", "token_mean", {"name": "cispo"}, False),
+    ("cispo_upper_only", "token_mean", {"name": "cispo", "clip_low": 1.0}, False),
+    ("ppo_tis2", "token_mean", {"correction": "tis"}, True),
+    ("ppo_tis2", "token_mean", {"name": "decoupled_ppo", "weight_high": 2.0, "weight_over": "clamp"}, True),
+    ("ppo_mask2", "token_mean", {"name": "decoupled_ppo", "weight_high": 1.05}, True),
+    ("ppo_mask2", "token_mean", {"correction": "icepop", "weight_low": 0.0, "weight_high": 1.05}, True),
+]
+"""Of losses_and_gradients.json."""
+
+
 def make_config(aggregation: Any = "token_mean", **changes: Any) -> LossConfig:
-    return LossConfig(aggregation=aggregation, norm_length=12, **changes)
+    return LossConfig(**{"aggregation": aggregation, "norm_length": 12, **changes})
 
 
 def run(x: LossInput, cfg: LossConfig) -> LossOutput:
@@ -72,6 +115,12 @@ def gradient_input(*, three_policies: bool = False) -> LossInput:
         loss_mask=t["mask"].bool(),
         advantages=torch.tensor(GRADIENTS["expected"]["adv_grpo"]["value"], dtype=torch.float64),
     )
+
+
+def kl_input() -> LossInput:
+    """Without advantage the policy term vanishes and the KL term is what is left."""
+    x = gradient_input()
+    return replace(x, advantages=torch.zeros(16, dtype=torch.float64), ref_logprobs=x.behavior_logprobs)
 
 
 def random_input(rows: int = 8, width: int = 50, seed: int = 0, spread: float = 0.5) -> LossInput:
