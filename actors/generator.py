@@ -61,6 +61,9 @@ class GeneratorConfig:
     keep_support: int = 0
     """Tokens of the largest support (what top_p and top_k leave) that is recorded for the trainer's log-probs; 0, and a
     larger support, lets the trainer compute it under its own weights, which differ at a staleness above 0."""
+    keep_routes: bool = False
+    """Record the experts that a mixture of experts chose for each token, for the trainer's routers to replay; takes
+    2 bytes a token, layer and chosen expert in every batch."""
     max_new_tokens: int = 16
     """Tokens sampled at most for one completion."""
     max_model_len: int = 512
@@ -157,6 +160,7 @@ class Generator:
                 kv_mode=sync.kv,
                 lora=config.lora,
                 keep_support=config.keep_support,
+                keep_routes=config.keep_routes,
                 sleep_mode=sleep_mode,
             )
         )

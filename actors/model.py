@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from actors.attention import LENGTHS, NAME, sequence_lengths, use_packed_attention
+from actors.router_replay import RouterReplay
 from forge.errors import ConfigError
 from forge.logprobs import token_logprobs
 
@@ -25,10 +26,19 @@ class Policy(nn.Module):
     """Wraps a Hugging Face causal LM. `temperature`, `top_p`, `top_k` are the sampler's."""
 
     def __init__(
-        self, hf: Any, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, chunk_size: int = 1024
+        self,
+        hf: Any,
+        *,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        chunk_size: int = 1024,
+        replay_routes: bool = False,
     ) -> None:
+        """`replay_routes`: for a mixture of experts whose passes are given `routes`."""
         super().__init__()
         self.hf = hf
+        self._replay = RouterReplay(hf) if replay_routes else None
         self._sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
         self._chunk_size = chunk_size
         self._softcap = getattr(hf.config, "final_logit_softcapping", None)
@@ -39,13 +49,17 @@ class Policy(nn.Module):
         position_ids: torch.Tensor,
         mask: torch.Tensor,
         kept: torch.Tensor | None = None,
+        routes: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies `[N]` (float32) of the N tokens where `mask` is True, row by row.
 
         `tokens`, `position_ids`, `mask` are `[R, L]`: a row is one right-padded episode, or several packed ones
         whose `position_ids` restart. No attention mask: padding lies to the right of what is causal. `kept` `[N, K]`
-        are the recorded supports, which stand in for top-p and top-k.
+        are the recorded supports, which stand in for top-p and top-k; `routes` `[R, L, layers, k]` are the recorded
+        experts, which stand in for the routers' choice.
         """
+        if self._replay is not None:
+            self._replay.use(None if routes is None else routes[:, :-1])
         # The last column predicts nothing that is trained.
         hidden = hidden_states(self.hf, tokens[:, :-1], position_ids[:, :-1])
         rows, columns = mask.nonzero(as_tuple=True)

@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from forge.batch import OPTIONAL_TOKEN_KEYS, WIDE_KEYS, is_packed
+from forge.batch import INPUT_KEYS, OPTIONAL_TOKEN_KEYS, OUTSIDE_MASK, WIDE_KEYS, is_packed
 from forge.errors import ConfigError
 from forge.packing import episodes_of, first_fit, flatten, pack, padded_cuts, row_episodes, runs
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass: `tokens`, `position_ids`, `mask` are `[R, L]` as the model sees them; the loss sees the
-    episodes `[b, t]`, 0 outside `loss_mask`, whatever the packing; `advantages` are `[b]` or `[b, t]`.
+    """One forward pass: `tokens`, `position_ids`, `mask` are `[R, L]` as the model sees them, and so are
+    `routed_experts` `[R, L, layers, k]`; the loss sees the episodes `[b, t]`, 0 outside `loss_mask`, whatever the
+    packing; `advantages` are `[b]` or `[b, t]`.
 
     The trained tokens come in the same order in both views, and in `kept_tokens` `[N, K]`, their recorded supports;
     `rows` are the episodes' places in the batch.
@@ -42,6 +43,12 @@ class MicroBatch:
     returns: torch.Tensor | None = None
     proximal_logprobs: torch.Tensor | None = None
     kept_tokens: torch.Tensor | None = None
+    routed_experts: torch.Tensor | None = None
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor | None, ...]:
+        """What `Policy` takes."""
+        return self.tokens, self.position_ids, self.mask, self.kept_tokens, self.routed_experts
 
     def unpack(self, values: torch.Tensor) -> torch.Tensor:
         """`[N]` values of the trained tokens as `[b, t]`, 0 elsewhere; differentiable."""
@@ -109,6 +116,8 @@ def _padded(flat: TensorDict, episodes: Sequence[int]) -> MicroBatch:
     loss = _loss_view(flat, episodes, index, inside)
     tokens = torch.where(inside, flat["tokens"][index], 0)
     positions = torch.arange(inside.shape[1]).expand(inside.shape)
+    for key in INPUT_KEYS.intersection(flat.keys()):
+        loss[key] = torch.where(inside[(..., *[None] * len(WIDE_KEYS[key]))], flat[key][index], OUTSIDE_MASK[key])
     return MicroBatch(tuple(episodes), tokens, positions, mask=loss["loss_mask"], **loss)
 
 
@@ -118,7 +127,8 @@ def _packed(packed: TensorDict, first: int, row: Sequence[int]) -> MicroBatch:
     index, inside = _places(packed, episodes)
     span = slice(int(index[0, 0]), int(index[0, 0] + inside.sum()))
     tokens, positions, mask = (packed[key][None, span] for key in ("tokens", "position_ids", "loss_mask"))
-    return MicroBatch(tuple(row), tokens, positions, mask, **_loss_view(packed, episodes, index, inside))
+    read = {key: packed[key][None, span] for key in INPUT_KEYS.intersection(packed.keys())}
+    return MicroBatch(tuple(row), tokens, positions, mask, **read, **_loss_view(packed, episodes, index, inside))
 
 
 def _places(flat: TensorDict, episodes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,7 +144,8 @@ def _places(flat: TensorDict, episodes: Sequence[int]) -> tuple[torch.Tensor, to
 def _loss_view(flat: TensorDict, episodes: Sequence[int], index: torch.Tensor, inside: torch.Tensor) -> dict[str, Any]:
     mask = flat["loss_mask"][index] & inside
 
-    keys = ("behavior_logprobs", "token_versions", *(key for key in OPTIONAL_TOKEN_KEYS if key in flat))
+    optional = (key for key in OPTIONAL_TOKEN_KEYS if key in flat and key not in INPUT_KEYS)
+    keys = ("behavior_logprobs", "token_versions", *optional)
     # Whatever stands outside the mask, NaN included, must not reach arithmetic.
     trained = {key: torch.where(mask, flat[key][index], 0) for key in keys if key not in WIDE_KEYS}
     trained |= {key: flat[key][index[mask]] for key in keys if key in WIDE_KEYS}

@@ -133,6 +133,7 @@ async def rollout_group(
         [c.versions for c in completions],
         group_id=group_id,
         kept=[c.kept for c in completions],
+        routes=[c.routes for c in completions],
     )
     if reward_model is not None:
         scores = await reward_model.add_to(scores, group)

@@ -139,6 +139,8 @@ class ModelSpec:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    keep_routes: bool = False
+    """The sampler records the experts that it routes tokens to."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,7 @@ class Trainer:
             top_p=spec.top_p,
             top_k=spec.top_k,
             chunk_size=config.logprob_chunk,
+            replay_routes=spec.keep_routes,
         )
         if config.compile:
             compile_layers(self.policy)
@@ -267,7 +270,7 @@ class Trainer:
 
     @torch.no_grad()
     def _with_proximal(self, cut: MicroBatch) -> MicroBatch:
-        logprobs, _ = self.policy(cut.tokens, cut.position_ids, cut.mask, cut.kept_tokens)
+        logprobs, _ = self.policy(*cut.inputs)
         return replace(cut, proximal_logprobs=cut.unpack(logprobs))
 
     def _backward(self, cuts: list[MicroBatch], *, first: bool) -> list[Metrics]:
@@ -277,7 +280,7 @@ class Trainer:
         return [self._pass(cut, global_denominator, first) for cut in cuts]
 
     def _pass(self, cut: MicroBatch, global_denominator: torch.Tensor, first: bool) -> Metrics:
-        logprobs, entropy = self.policy(cut.tokens, cut.position_ids, cut.mask, cut.kept_tokens)
+        logprobs, entropy = self.policy(*cut.inputs)
         policy, proximal = cut.unpack(logprobs), cut.proximal_logprobs
         if proximal is None and self._loss_config.needs_proximal:
             proximal = policy.detach()  # the only update of the step: its weights are those of the start

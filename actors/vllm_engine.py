@@ -15,12 +15,14 @@ from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from actors.vllm_adapters import EngineAdapters, LoraOptions
 from actors.vllm_progress import read_logprobs, running_tokens
 from forge.child import scratch_folder
 from forge.errors import ConfigError, WeightSyncError
+from forge.routes import continued
 from forge.supports import fitted, joined
 from weightsync.config import KvMode
 from weightsync.layout import Box
@@ -47,7 +49,8 @@ class Completion:
     """What one request produced: `token_ids`, and along them the sampled `logprobs` and policy `versions`.
 
     `finish_reason` is "stop" (end of text), "length" (token budget) or "abort" (partial). `kept` are the recorded
-    supports `[n, K]` (`forge/supports.py`), None where none are recorded.
+    supports `[n, K]` (`forge/supports.py`), `routes` the routed experts `[m, layers, k]` from the prompt's first token
+    on (`forge/routes.py`); None where none are recorded.
     """
 
     token_ids: list[int]
@@ -55,17 +58,19 @@ class Completion:
     versions: list[int]
     finish_reason: str
     kept: torch.Tensor | None = field(default=None, compare=False)
+    routes: torch.Tensor | None = field(default=None, compare=False)
 
     def extend(self, part: Completion) -> None:
         """Goes on with what another request has continued this one by."""
         self.kept = joined([(self.kept, len(self.token_ids)), (part.kept, len(part.token_ids))])
+        self.routes = continued(self.routes, part.routes)
         self.token_ids += part.token_ids
         self.logprobs += part.logprobs
         self.versions += part.versions
         self.finish_reason = part.finish_reason
 
     def after(self, count: int) -> Completion:
-        """Without the first `count` tokens."""
+        """Without the first `count` tokens, and without routes."""
         columns = (self.token_ids[count:], self.logprobs[count:], self.versions[count:])
         return Completion(*columns, self.finish_reason, None if self.kept is None else self.kept[count:])
 
@@ -86,6 +91,7 @@ class EngineOptions:
     kv_mode: KvMode = "keep"
     lora: LoraOptions | None = None
     keep_support: int = 0
+    keep_routes: bool = False
     sleep_mode: bool = False
     """Give the device's memory back while the engine sleeps; vLLM can do that on GPUs only."""
 
@@ -172,13 +178,14 @@ class VllmEngine:
             disable_log_stats=True,
             use_tqdm_on_load=False,
             async_scheduling=False,  # a step in flight during a flip would carry the wrong version
-            worker_extension_cls="weightsync.worker.receiver.WeightReceiver",
+            worker_extension_cls="actors.vllm_extension.WorkerExtension",
             weight_transfer_config=WeightTransferConfig(backend="forge"),
             # On CPUs vLLM dies of a seeded request whose prompt is cut in two: it cannot rewind the generator.
             enable_chunked_prefill=torch.cuda.is_available(),
             max_num_batched_tokens=max(c.max_model_len, _BATCHED_TOKENS),
             enable_sleep_mode=c.sleep_mode,
             **(c.lora.engine_arguments() if c.lora else {}),
+            **(_routing_arguments() if c.keep_routes else {}),
         )
         self._engine = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
         if c.keep_support >= (vocabulary := self._engine.model_config.get_vocab_size()):
@@ -187,6 +194,8 @@ class VllmEngine:
                 "to 0: the trainer computes large supports itself"
             )
         self.why_no_shadow = (await self._call("forge_start", c.shadow and c.lora is None))[0]
+        if c.keep_routes:
+            await self._call("forge_record_routes")
         self._doors = await Doors.open(await self._call("forge_door"))
         if c.lora:
             self.adapters = EngineAdapters(self._stage, c.lora.adapters)
@@ -539,13 +548,22 @@ def _later_seed(seed: int, whole: Completion) -> int:
     return (seed + _GOLDEN * len(whole.token_ids)) % (1 << 31)
 
 
+def _routing_arguments() -> dict[str, Any]:
+    """Has vLLM return the experts of every token; see `actors/vllm_extension.py`."""
+    if torch.cuda.is_available():
+        return {"enable_return_routed_experts": True}
+    return {"scheduler_cls": "actors.vllm_extension.RoutingScheduler"}
+
+
 def _completion(output: Any, adapter: int | None) -> Completion:
     tokens = list(output.token_ids)
     logprobs, kept = read_logprobs(output.logprobs, len(tokens))
+    routes = output.routed_experts
+    wide = (kept, None if routes is None else torch.from_numpy(routes.astype(np.int16)))
     if adapter is not None:
-        return Completion(tokens, logprobs, [adapter] * len(tokens), output.finish_reason or "abort", kept)
+        return Completion(tokens, logprobs, [adapter] * len(tokens), output.finish_reason or "abort", *wide)
     versions = [-1] * len(tokens)
     for span in output.weight_versions or []:
         versions[span.start : span.end] = [int(span.version)] * (span.end - span.start)
     assert -1 not in versions, f"tokens without a version: {output.weight_versions} over {len(tokens)}"
-    return Completion(tokens, logprobs, versions, output.finish_reason or "abort", kept)
+    return Completion(tokens, logprobs, versions, output.finish_reason or "abort", *wide)

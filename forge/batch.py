@@ -17,6 +17,8 @@ episode (prompt + completion), right-padded; E episodes laid end to end without 
     values             [., T]   [N]      float32  optional: a critic's value of the state before the token; 0 elsewhere
     kept_tokens        [.,T,K]  [N, K]   int32    optional: the tokens that top-k and top-p left to sample this one
                                                   from, -1 behind them; all -1: not recorded (`forge/supports.py`)
+    routed_experts     [.,T,L,k] [N,L,k] int16    optional: the experts that each layer chose for this token, prompts
+                                                  included; all -1: not recorded (`forge/routes.py`)
     position_ids                [N]      int64    place of the token in its episode, from 0
     sequence_ids                [N]      int32    number of the episode, from 0
     row_offsets                 [R + 1]  int64    where the rows begin, tokens; the last is N
@@ -26,8 +28,8 @@ Two forms. A **padded** Group `[G]` or Batch `[B]` is what rollouts make and use
 what a model sees at once: whole episodes, at most a budget of tokens, one slice of each key. Without the last
 three keys it is the flat form, in which the replay keeps a group. `forge/packing.py` turns one into the other.
 
-`x_logprobs[b, t]` belongs to `tokens[b, t]`: position 0 can never be trained. What stands outside
-`loss_mask` is never read. Versions stay int64 whatever else is cast (bfloat16 turns version 257 into 256).
+`x_logprobs[b, t]` belongs to `tokens[b, t]`: position 0 can never be trained. What stands outside `loss_mask` is
+never read, but for `routed_experts`. Versions stay int64 whatever else is cast (bfloat16 turns version 257 into 256).
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from forge.errors import SchemaError
+from forge.routes import check_routes, padded_routes
 from forge.supports import check_supports, padded_supports
 
 Arrays = dict[str, NDArray[Any]]
@@ -63,9 +66,12 @@ OPTIONAL_TOKEN_KEYS: dict[str, torch.dtype] = {
     "token_rewards": torch.float32,
     "values": torch.float32,
     "kept_tokens": torch.int32,
+    "routed_experts": torch.int16,
 }
-WIDE_KEYS: dict[str, int] = {"kept_tokens": 1}
-"""Token keys that hold more than a number a token, and how many dimensions more they have than `tokens`."""
+WIDE_KEYS: dict[str, tuple[str, ...]] = {"kept_tokens": ("K",), "routed_experts": ("L", "k")}
+"""Token keys that hold more than a number a token, and the dimensions that they have behind those of `tokens`."""
+INPUT_KEYS = frozenset({"routed_experts"})
+"""Token keys that the model's forward pass reads, of prompts too."""
 PACKED_KEYS: dict[str, torch.dtype] = {
     "position_ids": torch.int64,
     "sequence_ids": torch.int32,
@@ -78,8 +84,9 @@ OUTSIDE_MASK: dict[str, float] = {
     "token_versions": -1,
     **dict.fromkeys(OPTIONAL_TOKEN_KEYS, 0.0),
     "kept_tokens": -1,
+    "routed_experts": -1,
 }
-"""What stands where nothing is trained."""
+"""What stands where nothing is trained; of what the model itself reads, where there is no token."""
 _NUMBERS = ("behavior_logprobs", *(key for key in OPTIONAL_TOKEN_KEYS if key not in WIDE_KEYS))
 
 
@@ -92,11 +99,13 @@ def make_group(
     group_id: int,
     pad_id: int = 0,
     kept: Sequence[torch.Tensor | None] = (),
+    routes: Sequence[torch.Tensor | None] = (),
 ) -> TensorDict:
     """One prompt and its G completions as a Group `[G]`, rewards and advantages zero.
 
     `logprobs[g]` and `versions[g]` run along `completions[g]`, and so does `kept[g]` `[n, K]` where the supports were
-    recorded. Raises SchemaError when their lengths differ, the prompt is empty or there is no completion.
+    recorded; `routes[g]` `[m, layers, k]` run along prompt and completion, as far as they were recorded. Raises
+    SchemaError when their lengths differ, the prompt is empty or there is no completion.
     """
     if not prompt:
         raise SchemaError("the prompt has 0 tokens; a completion needs at least one token before it")
@@ -123,10 +132,13 @@ def make_group(
         behavior[g, span] = torch.tensor(logprobs[g], dtype=torch.float32)
         token_versions[g, span] = torch.tensor(versions[g], dtype=torch.int64)
     zeros = torch.zeros(len(completions), dtype=torch.float32)
-    kept_tokens = padded_supports(kept, lengths - start, start, width)
+    wide = {
+        "kept_tokens": padded_supports(kept, lengths - start, start, width),
+        "routed_experts": padded_routes(routes, lengths.tolist(), width) if routes else None,
+    }
     return TensorDict(
         {
-            **({} if kept_tokens is None else {"kept_tokens": kept_tokens}),
+            **{key: value for key, value in wide.items() if value is not None},
             "tokens": tokens,
             "loss_mask": mask,
             "behavior_logprobs": behavior,
@@ -222,10 +234,10 @@ def _values(td: TensorDict, wanted: Mapping[str, torch.dtype]) -> dict[str, torc
 
 def _check_shapes(values: Mapping[str, torch.Tensor], tokens: torch.Size, episodes: torch.Size) -> None:
     for key, value in values.items():
-        wanted, wide = episodes if key in EPISODE_KEYS else tokens, WIDE_KEYS.get(key, 0)
-        shape = value.shape[: value.dim() - wide]
+        wanted, wide = episodes if key in EPISODE_KEYS else tokens, WIDE_KEYS.get(key, ())
+        shape = value.shape[: value.dim() - len(wide)]
         if shape != wanted and key != "row_offsets":
-            raise SchemaError(f"{key} has shape {list(value.shape)}, expected {[*wanted, *['K'] * wide]}")
+            raise SchemaError(f"{key} has shape {list(value.shape)}, expected {[*wanted, *wide]}")
 
 
 def _check_values(arrays: Arrays) -> None:
@@ -239,6 +251,8 @@ def _check_values(arrays: Arrays) -> None:
             _check_finite(f"{key} under loss_mask", arrays[key][mask].tolist())
     if "kept_tokens" in arrays:
         check_supports(arrays["kept_tokens"], arrays["tokens"], mask)
+    if "routed_experts" in arrays:
+        check_routes(arrays["routed_experts"])
 
 
 def _check_finite(name: str, values: Sequence[float]) -> None:

@@ -18,6 +18,7 @@ from tensordict import TensorDict
 
 from forge.batch import (
     EPISODE_KEYS,
+    INPUT_KEYS,
     OPTIONAL_TOKEN_KEYS,
     OUTSIDE_MASK,
     PACKED_KEYS,
@@ -58,7 +59,7 @@ def flat_arrays(padded: Arrays) -> Arrays:
             flat[key] = np.concatenate([row[:length] for row, length in zip(values, lengths, strict=True)])
     outside = ~flat["loss_mask"]
     for key, value in OUTSIDE_MASK.items():
-        if key in flat:
+        if key in flat and key not in INPUT_KEYS:
             if key in WIDE_KEYS:
                 flat[key][outside] = value
             else:

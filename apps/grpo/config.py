@@ -120,6 +120,11 @@ class AppConfig:
         if self.replay.record and not self.replay.journal:
             raise ConfigError("replay.record is true, replay.journal false: the journal is the record; leave it true")
         self._check_lora()
+        if self.generator.keep_routes and self.trainer.compile:
+            raise ConfigError(
+                "generator.keep_routes and trainer.compile are both true: compiled routers choose for themselves; use "
+                "one of the two"
+            )
         self._check_scoring_models()
         self._check_colocated()
         if self.generator.max_model_len > self.trainer.microbatch_tokens:

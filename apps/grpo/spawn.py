@@ -16,11 +16,12 @@ from actors.critic import CriticConfig
 from actors.critic_mesh import CriticActor, TrainerWithCritic
 from actors.generator import GeneratorActor, GeneratorConfig, Generators, Progress, Replica
 from actors.lora import targets_of_model
-from actors.model import pick_dtype
+from actors.model import load_config, pick_dtype
 from actors.reference import ReferenceActor, ReferenceClient
 from actors.reward import RewardActor, RewardClient
 from actors.reward_model import RewardModelActor, RewardModelClient
 from actors.rollout import References, RewardModels, Rewards
+from actors.router_replay import check_routed
 from actors.tensor_parallel import check_tensor_parallel
 from actors.trainer import ModelSpec, TrainerConfig
 from actors.trainer_mesh import TrainerActor, TrainerMesh
@@ -141,11 +142,15 @@ async def spawn_actors(
 def model_spec(cfg: AppConfig, model: str, device: str) -> ModelSpec:
     """What the trainer loads from the folder `model`, with the sampling of the generators.
 
-    Raises ConfigError when the model cannot be divided among `trainer.tensor_parallel` ranks.
+    Raises ConfigError when the model cannot be divided among `trainer.tensor_parallel` ranks, or has no routers whose
+    choices `generator.keep_routes` could record.
     """
     check_tensor_parallel(model, cfg.trainer.tensor_parallel)
-    dtype, sampling = str(pick_dtype(cfg.dtype, device)).removeprefix("torch."), cfg.generator.sampling
-    return ModelSpec(model, dtype, device, sampling.temperature, sampling.top_p, sampling.top_k)
+    if cfg.generator.keep_routes:
+        check_routed(load_config(model))
+    dtype, generator = str(pick_dtype(cfg.dtype, device)).removeprefix("torch."), cfg.generator
+    sampler = (generator.temperature, generator.top_p, generator.top_k)
+    return ModelSpec(model, dtype, device, *sampler, keep_routes=generator.keep_routes)
 
 
 def generator_config(cfg: AppConfig, model: str) -> GeneratorConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,3 +111,17 @@ def family(name: str, folder: Path, **changes: Any) -> str:
     model.save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(resolve_model("nano")).save_pretrained(folder)
     return str(folder)
+
+
+def chosen_experts(hf: Any, tokens: Sequence[int]) -> torch.Tensor:
+    """What the routers of a mixture of experts choose for `tokens`, `[tokens, layers, k]` in order of their ids."""
+    found: list[torch.Tensor] = []
+    hooks = [
+        layer.mlp.gate.register_forward_hook(lambda _, __, out: found.append(out[-1].sort().values))
+        for layer in hf.model.layers
+    ]
+    with torch.no_grad():
+        hf(input_ids=torch.tensor([tokens]))
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(found, dim=1)

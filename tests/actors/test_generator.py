@@ -40,13 +40,22 @@ PEER = "generator"
 class Live:
     """A generator on an event loop of its own, a trainer-side model, and the publisher between them."""
 
-    def __init__(self, model: str, *, enforce_eager: bool, shadow: bool) -> None:
+    def __init__(self, model: str, *, enforce_eager: bool, shadow: bool, keep_routes: bool = False) -> None:
         self.model = model
+        self.sharpness = 1.0
+        """What makes small supports of top-p on this model: a factor of temperatures, below 1 where nothing was
+        trained."""
         self.hf = load_hf(model, torch.float32).eval()
         self.disk = {name: p.detach().clone() for name, p in self.hf.named_parameters()}
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        config = GeneratorConfig(max_model_len=MAX_LEN, max_new_tokens=8, max_num_seqs=64, enforce_eager=enforce_eager)
+        config = GeneratorConfig(
+            max_model_len=MAX_LEN,
+            max_new_tokens=8,
+            max_num_seqs=64,
+            enforce_eager=enforce_eager,
+            keep_routes=keep_routes,
+        )
         sync = WeightSyncConfig(shadow=shadow)
         self.generator = Generator(config, self.model, "float32", seed=0, stop_ids=[], sync=sync)
         self.engine = self.generator._engine
@@ -178,10 +187,15 @@ class Live:
         return torch.stack([row[token] - row[k[k >= 0].long()].logsumexp(0) for row, token, k in rows if k[0] >= 0])
 
     def check(self, completions: Sequence[Completion], sampling: Sampling = SAMPLERS[0]) -> None:
-        """Every token was sampled with the probability that the trainer's weights of now give it."""
+        """Every token was sampled with the probability that the trainer's weights of now give it, and routed so."""
         for index, completion in enumerate(completions):
             recorded = torch.tensor(completion.logprobs)
             torch.testing.assert_close(self.expected(index, completion, sampling), recorded, atol=1e-4, rtol=0)
+            if completion.routes is not None:
+                tokens = [*PROMPT, 7 + index % 8, *completion.token_ids]
+                assert torch.equal(
+                    completion.routes.long().sort().values, small_models.chosen_experts(self.hf, tokens)[:-1]
+                )
 
 
 def numbers(completions: Sequence[Completion]) -> list[tuple[list[int], list[float]]]:
@@ -208,7 +222,8 @@ def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         pytest.skip("needs a CUDA device")
     kind = request.param if request.param in ("untied", "experts") else "nano"
     model = small_models.make(kind, tmp_path_factory.mktemp(kind))
-    live = Live(model, enforce_eager=not on_gpu, shadow=request.param != "no shadow")
+    live = Live(model, enforce_eager=not on_gpu, shadow=request.param != "no shadow", keep_routes=kind == "experts")
+    live.sharpness = 1.0 if kind == "nano" else 0.25
     assert bool(live.engine.why_no_shadow) == (request.param == "no shadow"), live.engine.why_no_shadow
     yield live
     live.generator.shutdown()
@@ -242,6 +257,7 @@ def test_the_trainer_gives_every_sampled_token_the_probability_that_the_sampler_
 def test_over_recorded_supports_the_ratio_is_one_at_once_and_that_of_one_support_after_an_update(
     live: Live, sampling: Sampling
 ) -> None:
+    sampling = replace(sampling, temperature=sampling.temperature * live.sharpness)
     completions = live.run(live.complete(16, 24, sampling))
     kept = torch.cat([c.kept for c in completions])
     recorded = (kept >= 0).any(dim=-1)
@@ -357,6 +373,12 @@ def test_greedy_output_interrupted_by_updates_to_equal_weights_is_unchanged_and_
     completions = live.run(interrupted())
     assert [c.token_ids for c in completions] == [c.token_ids for c in greedy]
     assert {(len(c.token_ids), c.finish_reason) for c in completions} == {(LONG, "length")}
+    for index, completion in enumerate(completions):
+        if completion.routes is not None:
+            tokens = [*PROMPT, 7 + index % 8, *completion.token_ids]
+            assert torch.equal(
+                completion.routes.long().sort().values, small_models.chosen_experts(live.hf, tokens)[:-1]
+            )
     num_versions = 1 if mode == "drain" else num_updates + 1
     assert all(len(set(c.versions)) == num_versions for c in completions)
 

@@ -16,11 +16,14 @@ from typing import Any
 import pytest
 import torch
 from app_run import APP, NANO, ROOT, AppRun
+from small_models import family
 
 from apps.grpo.config import DEFAULT_PRESET, AppConfig, plan_run
 from apps.grpo.models import resolve_model
+from apps.grpo.spawn import model_spec
 from forge import config
 from forge.checkpoints import Checkpoints
+from forge.errors import ConfigError
 from forge.metrics import METRIC_KEYS
 from forge.placement import plan_placement
 from replay.recording import Recording
@@ -167,9 +170,30 @@ def test_a_run_that_is_killed_at_random_moments_trains_each_prompt_once(launch: 
     assert f"{steps} of {steps} steps gave the recorded numbers, bit for bit" in again.output
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_mixture_of_experts_trains_under_recorded_routes_and_its_recording_trains_again(
+    launch: Launch, tmp_path: Path, packing: bool
+) -> None:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 2}
+    model = family("qwen3_moe", tmp_path / "model", **sizes, vocab_size=128, max_position_embeddings=512)
+    options = [f"--trainer.packing={str(packing).lower()}", "--generator.keep_routes", "--replay.record"]
+    run = launch("--trainer.steps=4", f"--model={model}", *options)
+    assert run.finish() == 0, run.output
+    check_rows(run, 4, bound=1)
+    assert all(row["extra/engine_mismatch"] < 1e-4 for row in run.rows())
+    batches = Recording(run.folder / "journal")
+    groups = [group for version in batches.versions for group in batches.batch(version).groups]
+    assert all("routed_experts" in group for group in groups)
+    again = launch(resumed=run, app=RERUN)
+    assert again.finish() == 0, again.output
+    assert "4 of 4 steps gave the recorded numbers, bit for bit" in again.output
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [
+        ("--generator.keep_routes --trainer.compile", "generator.keep_routes and trainer.compile are both true"),
         ("--trainer.stepz=3", "trainer.stepz"),
         ("--trainer.lr=fast", "trainer.lr"),
         ("--grpo.group_size=1", "grpo.group_size must be >= 2, got 1"),
@@ -188,7 +212,7 @@ def test_what_cannot_work_is_one_clear_line_and_exit_code_2(
     with pytest.raises(SystemExit) as end:
         config.parse(
             AppConfig,
-            [*NANO, option],
+            [*NANO, *option.split()],
             default_config=DEFAULT_PRESET,
             prog="apps/grpo/main.py",
             description="",
@@ -198,6 +222,15 @@ def test_what_cannot_work_is_one_clear_line_and_exit_code_2(
     assert end.value.code == 2
     assert message in said
     assert len(said.strip().splitlines()) == 1, said
+
+
+def test_a_dense_model_has_no_routes_to_keep(tmp_path: Path) -> None:
+    cfg = config.parse(
+        AppConfig, [*NANO, "--generator.keep_routes"], default_config=DEFAULT_PRESET, prog="", description=""
+    )
+    with pytest.raises(ConfigError, match="keep_routes is true, but a qwen3 model is no mixture of experts"):
+        model_spec(cfg, str(resolve_model("nano")), "cpu")
+    assert model_spec(cfg, family("qwen3_moe", tmp_path), "cpu").keep_routes
 
 
 def test_a_wrong_option_ends_the_app_before_it_makes_or_starts_anything(tmp_path: Path) -> None:

@@ -28,7 +28,12 @@ MAY_IMPORT = {
     "tests": set(ROOMS),
 }
 # The last one is what our engine is measured against.
-VLLM_FILES = {"actors/vllm_engine.py", "actors/vllm_adapters.py", "apps/bench/peers/vllm_bare.py"}
+VLLM_FILES = {
+    "actors/vllm_engine.py",
+    "actors/vllm_adapters.py",
+    "actors/vllm_extension.py",
+    "apps/bench/peers/vllm_bare.py",
+}
 LAUNCH_VARIABLES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
     "TORCHELASTIC_RUN_ID",
@@ -148,7 +153,9 @@ def test_every_third_party_import_is_pinned_in_pyproject() -> None:
     groups.append(project["tool"]["meshforge"]["without-dependencies"])
     pinned = {canonicalize_name(Requirement(line).name) for group in groups for line in group}
     owners = importlib.metadata.packages_distributions()
-    local = {*ROOMS, *PEERS, *sys.stdlib_module_names}
+    shared = project["tool"]["pytest"]["ini_options"]["pythonpath"]
+    in_tests = {file.stem for folder in shared for file in (ROOT / folder).glob("*.py")}
+    local = {*ROOMS, *PEERS, *in_tests, *sys.stdlib_module_names}
     missing = [
         f"{name_of(path)}:{line} imports {module}"
         for path in ALL_FILES
@@ -274,6 +281,7 @@ def test_the_commands_of_the_readme_exist(readme: str) -> None:
     assert used <= targets
     modules = re.findall(r"-m (apps[\w.]+)", code)
     paths = [f"{module.replace('.', '/')}.py" for module in modules]
-    paths += re.findall(r"\b((?:forge|actors|replay|weightsync|apps)/[\w/]+\.(?:py|yaml))", code)
+    paths += re.findall(r"(?<!tests/)\b((?:forge|actors|replay|weightsync|apps)/[\w/]+\.(?:py|yaml))", code)
+    paths += re.findall(r"\btests/[\w/]+\.py", code)
     assert modules
     assert [path for path in paths if not (ROOT / path).exists()] == []
