@@ -20,15 +20,17 @@ LENGTHS = "sequence_lengths"
 """The keyword by which a model's forward passes the lengths of a row's sequences to its attention layers."""
 
 
-def sequence_lengths(position_ids: torch.Tensor) -> tuple[int, ...] | None:
-    """Lengths of the sequences of a packed row, `[1, L]` positions that restart; None for rows of one sequence each."""
+def sequence_lengths(position_ids: torch.Tensor) -> torch.Tensor | None:
+    """Lengths `[n]` of the sequences of a packed row, `[1, L]` positions that restart; None for rows of one sequence.
+
+    int64 on the CPU, and no tuple: compiled layers would be made anew for each number of sequences.
+    """
     if position_ids.shape[0] != 1:
         return None
-    starts = (position_ids[0] == 0).nonzero()[:, 0].tolist()
+    starts = (position_ids[0] == 0).nonzero()[:, 0].cpu()
     if len(starts) < 2:
         return None
-    ends = [*starts[1:], position_ids.shape[1]]
-    return tuple(end - start for start, end in zip(starts, ends, strict=True))
+    return torch.diff(starts, append=torch.tensor([position_ids.shape[1]]))
 
 
 def attention(
@@ -47,14 +49,28 @@ def attention(
 
     `others` holds `sequence_lengths` for a packed row; padding lies to the right of what is causal and needs no mask.
     """
-    lengths: tuple[int, ...] | None = others.get(LENGTHS)
-    if lengths is not None and _has_ragged_kernel(query, softcap):
-        return _ragged(query, key, value, lengths, scaling, sliding_window), None
-    parts = [(query, key, value)]
-    if lengths is not None:
-        parts = list(zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True))
-    out = [_causal(q, k, v, scaling, sliding_window, softcap) for q, k, v in parts]
-    return torch.cat(out, dim=2).transpose(1, 2).contiguous(), None
+    if (lengths := others.get(LENGTHS)) is None:
+        out = _causal(query, key, value, scaling, sliding_window, softcap).transpose(1, 2)
+    else:
+        out = _packed(query, key, value, lengths, scaling, sliding_window, softcap)
+    return out.contiguous(), None
+
+
+@torch.compiler.disable
+def _packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: torch.Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Not compiled with the layer around it: a graph would hold as many calls as the row has sequences."""
+    if _has_ragged_kernel(query, softcap):
+        return _ragged(query, key, value, lengths, scaling, window)
+    parts = zip(*(x.split(lengths.tolist(), dim=2) for x in (query, key, value)), strict=True)
+    return torch.cat([_causal(q, k, v, scaling, window, softcap) for q, k, v in parts], dim=2).transpose(1, 2)
 
 
 def _causal(
@@ -106,16 +122,17 @@ def _ragged(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    lengths: tuple[int, ...],
+    lengths: torch.Tensor,
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    bounds = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(query.device, torch.int32, non_blocking=True)
+    bounds = F.pad(lengths.cumsum(0), (1, 0)).to(query.device, torch.int32, non_blocking=True)
+    longest = int(lengths.max())
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     out: Any = varlen_attn(
-        *(q, k, v, bounds, bounds, max(lengths), max(lengths)),
+        *(q, k, v, bounds, bounds, longest, longest),
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
@@ -158,6 +175,6 @@ def _probes(hf: Any) -> list[torch.Tensor]:
 def _hidden(hf: Any, tokens: torch.Tensor, lengths: list[int] | None = None) -> torch.Tensor:
     sizes = lengths or [tokens.shape[1]]
     positions = torch.cat([torch.arange(n, device=tokens.device) for n in sizes])[None]
-    extra = {LENGTHS: tuple(sizes)} if lengths else {}
+    extra = {LENGTHS: torch.tensor(sizes)} if lengths else {}
     hidden: torch.Tensor = hf.base_model(input_ids=tokens, position_ids=positions, use_cache=False, **extra)[0]
     return hidden.float()

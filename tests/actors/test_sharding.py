@@ -13,6 +13,7 @@ from tensordict import TensorDict
 
 from actors.lora import LoraConfig
 from actors.model import load_hf
+from actors.packing import micro_batches
 from actors.sharding import count_shards
 from actors.tensor_parallel import check_tensor_parallel
 from actors.trainer import ModelSpec, Trainer, TrainerConfig
@@ -245,14 +246,25 @@ def test_bf16_computes_in_bf16_and_keeps_the_rest_in_float32(tmp_path: Path) -> 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch looks at its own tensors
-def test_compiled_layers_give_the_same_gradient_at_every_length(tmp_path: Path) -> None:
+@pytest.mark.parametrize("packing", [False, True])
+def test_compiled_layers_give_the_same_gradient_at_every_length_from_a_few_graphs(
+    tmp_path: Path, packing: bool
+) -> None:
+    torch._dynamo.reset()
     model = small_models.family("qwen3", tmp_path)
-    one, compiled = trainer(model), trainer(model, compile=True, microbatch_tokens=200, gradient_checkpointing=True)
-    for seed in range(3):
-        plain, ours = one.step(batch(seed)).metrics, compiled.step(batch(seed)).metrics
+    options: dict[str, Any] = {"microbatch_tokens": 200, "gradient_checkpointing": True, "packing": packing}
+    one, compiled = trainer(model), trainer(model, compile=True, **options)
+    made = []
+    for seed in range(6):
+        td = batch(seed)[: 8 - seed]
+        (cut,) = micro_batches(td, 200, packing=packing)
+        assert len(cut.rows) == 8 - seed
+        plain, ours = one.step(td).metrics, compiled.step(td).metrics
         assert ours["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-3)
+        made.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert_close(weights(compiled), weights(one))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert made[0] > 0
+    assert made[1] == made[-1], f"graphs by step {made}: rows of other numbers of episodes are compiled anew"
 
 
 def test_compiling_needs_a_compiler_and_layers_that_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
