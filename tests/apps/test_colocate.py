@@ -32,6 +32,7 @@ def overlaps(some: list[Interval], others: list[Interval]) -> list[tuple[Interva
     return [(a, b) for a in some for b in others if a[0] < b[1] and b[0] < a[1]]
 
 
+@pytest.mark.soak
 def test_on_policy_a_run_with_turns_trains_on_the_same_numbers_as_one_without(
     colocated: Colocated, tmp_path: Path
 ) -> None:

@@ -50,6 +50,7 @@ def test_pairs_that_are_there_are_told_apart_by_a_margin_that_grows(tmp_path: Pa
     assert (run.folder / "checkpoint" / "model.safetensors").exists()
 
 
+@pytest.mark.soak
 def test_rollouts_make_pairs_and_the_policy_learns_from_them(tmp_path: Path, runs: list[AppRun]) -> None:
     options = [
         "--trainer.steps=6",

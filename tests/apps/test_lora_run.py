@@ -77,6 +77,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
         run.end()
 
 
+@pytest.mark.soak
 def test_a_run_learns_with_a_ratio_of_one_while_its_adapters_alone_travel(run: AppRun) -> None:
     rows = run.rows()
     assert len(rows) == 16
@@ -88,6 +89,7 @@ def test_a_run_learns_with_a_ratio_of_one_while_its_adapters_alone_travel(run: A
     assert fmean(rewards[-5:]) > fmean(rewards[:5]) + 0.1
 
 
+@pytest.mark.soak
 def test_the_checkpoint_of_a_run_is_a_plain_model_and_its_adapter(run: AppRun) -> None:
     base = AutoModelForCausalLM.from_pretrained(resolve_model("nano"))
     merged = AutoModelForCausalLM.from_pretrained(run.folder / "checkpoint")
