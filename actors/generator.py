@@ -16,6 +16,7 @@ from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint, endpoint
 
+from actors.routing import Load, Router
 from actors.turns import Clock, Turns
 from actors.vllm_adapters import LoraOptions
 from actors.vllm_engine import Completion, EngineOptions, Sampling, VllmEngine
@@ -435,11 +436,12 @@ class Replica:
 
 
 class Generators:
-    """All replicas; a request goes to the one with the fewest sequences running, and to none that is about to flip."""
+    """All replicas; `actors/routing.py` says which of them takes a request."""
 
     def __init__(self, replicas: Sequence[Replica], turns: Turns | None = None) -> None:
         """`turns` are those that they take with the trainer, where they share devices."""
         self.replicas = list(replicas)
+        self.router = Router()
         self._clock = turns.clock if turns else Clock()
 
     async def generate(
@@ -451,9 +453,11 @@ class Generators:
         *,
         begun: Mapping[int, Completion] | None = None,
         wanted: int = 0,
+        affinity: str = "",
     ) -> list[Completion]:
-        """See `Generator.generate`."""
-        replica = min(self.replicas, key=lambda r: (r.flipping, r.running))
+        """See `Generator.generate`. Calls of one `affinity`, the turns of a conversation, find their prefix again."""
+        loads = [Load(r.running, r.config.max_num_seqs, r.flipping) for r in self.replicas]
+        replica = self.replicas[self.router.choose(loads, affinity)]
         replica.running += len(prompts)
         call = replica.mesh.generate.call_one(prompts, seeds, max_new_tokens, request_id, begun, wanted)
         try:

@@ -33,6 +33,7 @@ class Generates(Protocol):
         *,
         begun: Mapping[int, Completion] | None = None,
         wanted: int = 0,
+        affinity: str = "",
     ) -> list[Completion]: ...
 
 
