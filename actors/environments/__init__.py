@@ -1,0 +1,1 @@
+"""Environments of episodes, their pools, and the sandbox for what they run."""
