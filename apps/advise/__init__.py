@@ -1,0 +1,1 @@
+"""What asynchrony would gain with an environment, measured and simulated before a run."""
