@@ -11,6 +11,12 @@
     |- MemoryBudgetError               the replay would hold more bytes of groups than it may
     |- StalenessError                  the staleness bound would be broken, or can never be met
     |- RewardError                     a reward function raised
+    |- EnvironmentFailed               an environment did not do what was asked; names its kind, task and turn
+    |  |- EnvironmentTimeout(TimeoutError)  it was not done in time
+    |  |- EnvironmentRaised            its code raised, or returned what it must not
+    |  |- EnvironmentDied              its worker process ended
+    |  |- EpisodeEnded                 it has been closed: by its client, by the limit of its lease, or with its pool
+    |  |- QuarantinedError             its task has failed so often that it is not tried again
     |- RunFolderError                  the run folder cannot be written (full disk, permissions)
 
 The text of each says what was wrong, the value, the limit and the remedy.
@@ -69,6 +75,37 @@ class StalenessError(ForgeError):
 
 class RewardError(ForgeError):
     """A reward function raised."""
+
+
+class EnvironmentFailed(ForgeError):
+    """An environment did not do what was asked of it."""
+
+    def __init__(self, text: str, *, kind: str = "", task: str = "", turn: int = 0) -> None:
+        """kind: name of its pool. task: key of the task. turn: 0 is the reset, then steps count from 1."""
+        super().__init__(text)
+        self.kind = kind
+        self.task = task
+        self.turn = turn
+
+
+class EnvironmentTimeout(EnvironmentFailed, TimeoutError):
+    """An environment was not done in time, or no place for it became free in time."""
+
+
+class EnvironmentRaised(EnvironmentFailed):
+    """An environment's code raised, or returned what it must not; the text has its traceback."""
+
+
+class EnvironmentDied(EnvironmentFailed):
+    """An environment's worker process ended, or could not be started."""
+
+
+class EpisodeEnded(EnvironmentFailed):
+    """An episode is over already: closed by its client, by the limit of its lease, or with its pool."""
+
+
+class QuarantinedError(EnvironmentFailed):
+    """A task has failed so often that it is not tried again."""
 
 
 class RunFolderError(ForgeError):
