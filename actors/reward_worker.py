@@ -5,30 +5,23 @@ nobody else. Workers start often (anew after every time-out), so this file impor
 only with a reward that imports it.
 
     request    pickle  (path of the function, samples); no samples: import the function
-    answer     JSON    {"values": [float, ...]} or {"error": text}; each message after its length, 8 bytes
+    answer     JSON    {"values": [float, ...]} or {"error": text}
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
-import os
 import pickle
 import pkgutil
-import signal
-import socket
-import struct
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, cast
+from typing import Any
 
+from actors import worker_loop
 from forge.errors import RewardError
 
-LENGTH = struct.Struct("<Q")
-_PR_SET_PDEATHSIG = 1
 _SHOWN_CHARACTERS = 200
 
 
@@ -77,34 +70,8 @@ def _describe(sample: Sample) -> str:
 
 
 def serve(fd: int, parent: int) -> None:
-    """Answers requests on the socket `fd` until its other end is closed or the process `parent` is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A program that a reward starts must not keep the socket open.
-    os.set_inheritable(fd, False)
-    _end_with(parent)
-    with socket.socket(fileno=fd) as connection, connection.makefile("rwb") as stream:
-        while (request := read_message(cast(BinaryIO, stream))) is not None:
-            answer = json.dumps(_answer(request)).encode()
-            stream.write(LENGTH.pack(len(answer)) + answer)
-            stream.flush()
-
-
-def read_message(stream: BinaryIO) -> bytes | None:
-    """The next message; None at the end of the stream."""
-    head = stream.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        return None
-    (length,) = LENGTH.unpack(head)
-    body = stream.read(length)
-    return body if len(body) == length else None
-
-
-def _end_with(parent: int) -> None:
-    """Has the kernel kill this process once `parent` is dead, even while a reward holds the interpreter."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    """Answers requests on the socket `fd`, see `actors.worker_loop.serve`."""
+    worker_loop.serve(fd, parent, lambda request: json.dumps(_answer(request)).encode())
 
 
 def _answer(request: bytes) -> dict[str, Any]:
@@ -113,14 +80,7 @@ def _answer(request: bytes) -> dict[str, Any]:
         function = pkgutil.resolve_name(path)
         return {"values": evaluate(path, function, samples)}
     except RewardError as error:
-        return {"error": f"{error}{_users_traceback(error.__cause__)}"}
+        cause = worker_loop.users_traceback(error.__cause__)
+        return {"error": f"{error}\n{cause}" if cause else str(error)}
     except (Exception, SystemExit):
         return {"error": f"the worker of the rewards failed\n{traceback.format_exc().rstrip()}"}
-
-
-def _users_traceback(cause: BaseException | None) -> str:
-    """From the reward function inwards; the frames of this file are left out."""
-    if cause is None:
-        return ""
-    inner = cause.__traceback__.tb_next if cause.__traceback__ else None
-    return "\n" + "".join(traceback.format_exception(type(cause), cause, inner)).rstrip()
