@@ -67,6 +67,7 @@ class KeptLogprobs(torch.autograd.Function):
             # What stands for "no token" adds nothing to token 0.
             block = block.zero_().scatter_add_(-1, _ids(kept[span]), share)
             gradients.add(span, block)
+            del block  # or the next one would be made beside it
         return *gradients.sums(), None, None, None, None
 
 

@@ -191,7 +191,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs, entropy, log_normaliser = (hidden.new_empty(hidden.shape[0], dtype=dtype) for _ in range(3))
         score, token = torch.empty_like(log_normaliser), torch.empty_like(targets)
         for span in spans(hidden.shape[0], chunk_size):
-            scores, _ = sampler.scores(logits(hidden[span], weight, bias))
+            scores = sampler.scores(logits(hidden[span], weight, bias))[0]
             if (limits := sampler.limits(scores, targets[span])) is not None:
                 score[span], token[span] = limits
                 scores.masked_fill_(_outside(scores, targets[span], *limits), -torch.inf)
@@ -203,6 +203,7 @@ class _TokenLogprobs(torch.autograd.Function):
             logprobs[span] = chosen - log_normaliser[span]
             probabilities = mass.div_(total[:, None])
             entropy[span] = torch.special.entr(probabilities, out=probabilities).sum(dim=-1)
+            del scores, mass, probabilities  # or the next block would be made beside this one
         ctx.save_for_backward(hidden, weight, bias, targets, log_normaliser, score, token)
         ctx.sampler, ctx.chunk_size = sampler, chunk_size
         ctx.mark_non_differentiable(entropy)
@@ -225,4 +226,5 @@ class _TokenLogprobs(torch.autograd.Function):
             if slope is not None:
                 block.mul_(slope)
             gradients.add(span, block)
+            del scores, block, slope
         return *gradients.sums(), None, None, None

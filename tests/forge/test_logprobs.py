@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,35 @@ def test_no_tensor_is_larger_than_one_chunk_of_logits(settings: dict[str, Any]) 
     with LargestTensor() as seen:
         token_logprobs(hidden, weight, targets, chunk_size=chunk, **settings)[0].sum().backward()
     assert seen.numel == chunk * vocabulary  # and it does see the block
+
+
+class LiveBlocks(TorchDispatchMode):
+    """Remembers how many tensors of `numel` numbers, each with memory of its own, were there at the same time."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self._numel, self._live, self.most = numel, dict[int, weakref.ref[Tensor]](), 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.numel() == self._numel:
+            self._live[id(out)] = weakref.ref(out)
+        alive = [tensor for ref in self._live.values() if (tensor := ref()) is not None]
+        self.most = max(self.most, len({tensor.data_ptr() for tensor in alive}))
+        return out
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_one_block_of_logits_lives_at_a_time(softcap: float | None) -> None:
+    hidden, weight = torch.randn(64, 3, requires_grad=True), torch.randn(500, 3, requires_grad=True)
+    with LiveBlocks(4 * 500) as seen:
+        logprobs, _ = token_logprobs(hidden, weight, torch.arange(64), chunk_size=4, softcap=softcap)
+        forward = seen.most
+        logprobs.sum().backward()
+    assert forward == (1 if softcap is None else 2), "with a softcap its slope is a block, too"
+    assert seen.most == forward
 
 
 def test_nothing_of_vocabulary_size_is_kept_for_the_backward_pass_but_the_head() -> None:
