@@ -135,6 +135,7 @@ def check_observation(value: Any) -> Observation:
     """`value`, if it is what `reset` has to return; TypeError saying what it is instead."""
     if not isinstance(value, Observation):
         raise TypeError(f"reset returned {_shown(value)}; it returns an Observation")
+    _check_content(value)
     return value
 
 
@@ -144,6 +145,7 @@ def check_step(value: Any) -> Step:
         raise TypeError(f"step returned {_shown(value)}; it returns a Step")
     if not isinstance(value.observation, Observation):
         raise TypeError(f"step returned the observation {_shown(value.observation)}; it is an Observation")
+    _check_content(value.observation)
     try:
         finite = math.isfinite(value.reward)
     except TypeError:
@@ -151,6 +153,15 @@ def check_step(value: Any) -> Step:
     if not finite:
         raise TypeError(f"step returned the reward {_shown(value.reward)}; it is one finite number")
     return value
+
+
+def _check_content(observation: Observation) -> None:
+    for message in observation.messages:
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise TypeError(f"an observation has the message {_shown(message)}; it is a mapping with role and content")
+    for tool in observation.tools:
+        if not isinstance(tool, Mapping):
+            raise TypeError(f"an observation has the tool {_shown(tool)}; it is a mapping, a JSON schema")
 
 
 def _class_of(made_by: Any, path: str) -> type:
