@@ -27,6 +27,8 @@ _log = logging.getLogger(__name__)
 class PoolReport:
     """What a pool says of itself."""
 
+    name: str
+    """Of its kind."""
     counts: dict[str, int]
     """Since the report before; the names of `COUNTS`."""
     running: int
@@ -39,10 +41,9 @@ class PoolReport:
     """Every task that is in quarantine, and its last error."""
 
     def row(self, prefix: str = "extra/env/") -> dict[str, float | int]:
-        """Metrics."""
-        counts = {f"{prefix}{name}": count for name, count in self.counts.items()}
-        now = {f"{prefix}running": self.running, f"{prefix}waiting": self.waiting}
-        return {**counts, **now, f"{prefix}quarantine": len(self.quarantine), **self.latency.row(prefix)}
+        """Metrics: those of this kind under its name, and `LatencyRecorder.row`."""
+        values = {**self.counts, "running": self.running, "waiting": self.waiting, "quarantine": len(self.quarantine)}
+        return {f"{prefix}{self.name}/{key}": value for key, value in values.items()} | self.latency.row(prefix)
 
 
 class Ledger:
@@ -108,7 +109,7 @@ class Ledger:
         """Counts and times since the last report."""
         counts, self._counts = {name: self._counts[name] for name in COUNTS}, Counter()
         latency, self._latency = self._latency, LatencyRecorder()
-        return PoolReport(counts, running, waiting, latency, self._quarantine.tasks())
+        return PoolReport(self._name, counts, running, waiting, latency, self._quarantine.tasks())
 
     def _record(self, call: Call, names: Sequence[str], queue_s: float, begun: float) -> None:
         for name in names:

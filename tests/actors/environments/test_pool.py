@@ -99,7 +99,7 @@ def test_an_episode_runs_and_is_counted(config: Callable[..., EnvironmentConfig]
         turns = [line.turn for line in report.latency.lines() if line.part == "service"]
         assert turns == ["all", "turn0", "turn1", "turn2"]
         assert pool.report().counts["steps"] == 0
-        assert report.row("extra/env/")["extra/env/episodes"] == 1
+        assert report.row("extra/env/")["extra/env/world/episodes"] == 1
 
     with_pool(config(), body)
 
