@@ -33,7 +33,8 @@ _NOTHING = TensorDict({}, batch_size=[])
 class Scene:
     """What stays the same whatever the bound; times in seconds."""
 
-    turns: int
+    turns: int | Callable[[random.Random], int]
+    """Of an episode."""
     latency_s: Draw
     """Of an environment's turn."""
     decode_s: Draw
@@ -48,6 +49,8 @@ class Scene:
     """Episodes under way at once."""
     places: int = 64
     """Turns decoded at once."""
+    reset_s: Draw = lambda rng: 0.0
+    """Of an environment's beginning."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +167,9 @@ class _Run:
         """Draws the same times under every bound, wherever it runs."""
         rng = random.Random(f"{self.seed}/{group}/{place}")
         yield self.environments
-        begin = self.world.now
-        for _ in range(self.scene.turns):
+        begin, turns = self.world.now, self.scene.turns
+        yield self.scene.reset_s(rng)
+        for _ in range(turns if isinstance(turns, int) else turns(rng)):
             decode, latency = self.scene.decode_s(rng), self.scene.latency_s(rng)
             yield self.places
             yield decode

@@ -38,8 +38,8 @@ class Run:
     cfg: AppConfig
     actors: Actors
     log: RunLog
-    rollout: Callable[..., Awaitable[Rollout]] = rollout_group
-    """From a ticket's prompt to its group; another one is called like `actors.rollout.rollout_group`."""
+    rollout: Callable[..., Awaitable[Rollout | None]] = rollout_group
+    """From a ticket's prompt to its group; None drops it. Called like `actors.rollout.rollout_group`."""
     meter: Meter = field(init=False)
     saver: Saver = field(init=False)
     episodes: list[EpisodeRecord] = field(default_factory=list)
@@ -79,6 +79,10 @@ async def rollout_loop(run: Run) -> None:
         except Exception:
             await actors.replay.fail(ticket)
             raise
+        if rollout is None:
+            run.meter.add("extra/groups_dropped", 1)
+            await actors.replay.fail(ticket)
+            continue
         run.meter.add("tokens/generated", rollout.num_tokens + rollout.num_tokens_cut)
         run.meter.add("extra/tokens_cut", rollout.num_tokens_cut)
         run.episodes = rollout.records()
