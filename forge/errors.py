@@ -17,6 +17,8 @@
     |  |- EnvironmentDied              its worker process ended
     |  |- EpisodeEnded                 it has been closed: by its client, by the limit of its lease, or with its pool
     |  |- QuarantinedError             its task has failed so often that it is not tried again
+    |- TranscriptError                 a conversation cannot become tokens, or not those of its chat template
+    |- SandboxError                    the machine cannot keep a program in, or a sandbox broke; never what a program did
     |- RunFolderError                  the run folder cannot be written (full disk, permissions)
 
 The text of each says what was wrong, the value, the limit and the remedy.
@@ -106,6 +108,14 @@ class EpisodeEnded(EnvironmentFailed):
 
 class QuarantinedError(EnvironmentFailed):
     """A task has failed so often that it is not tried again."""
+
+
+class TranscriptError(ForgeError):
+    """A conversation cannot be put into tokens, or its tokens are not those of its chat template."""
+
+
+class SandboxError(ForgeError):
+    """A program could not be run under its limits."""
 
 
 class RunFolderError(ForgeError):
