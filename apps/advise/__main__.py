@@ -1,5 +1,6 @@
 """Synchronous or asynchronous, how far ahead, how many environments: measured for a minute, then simulated.
 
+    python -m apps.advise --env apps.advise.example:Waiting --decode-s 0.1 --step-s 1.0     # a world that only waits
     python -m apps.advise --env my_world:World --tasks my_world:tasks --decode-s 2.0 --step-s 5.0
 
 Plays episodes with a stand-in for the policy, `--act module:function` from an Observation to an Action (by default one
@@ -87,9 +88,7 @@ def show(found: Measured, rows: list[Choice], console: Console) -> None:
     console.print(f"{len(found.turns_s)} episodes, {len(turns) / max(1, len(found.turns_s)):.1f} turns each")
     for error, count in found.failed.most_common():
         console.print(f"failed {count} times: {error}")
-    table = Table(
-        "bound", "environments", "steps an hour", "x synchronous", "trainer busy", "generator busy", "staleness"
-    )
+    table = Table("bound", "environments", "steps/h", "x sync", "trainer", "generator", "staleness")
     for row in rows:
         out = row.outcome
         table.add_row(
@@ -99,7 +98,7 @@ def show(found: Measured, rows: list[Choice], console: Console) -> None:
             f"{row.gain:.2f}",
             f"{out.trainer_busy:.0%}",
             f"{out.generator_busy:.0%}",
-            f"{out.staleness_mean:.1f}, at most {out.staleness_max}",
+            f"{out.staleness_mean:.1f} ({out.staleness_max})",
         )
     console.print(table)
 

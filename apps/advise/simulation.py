@@ -126,7 +126,8 @@ class _Run:
     version: int = 0
     training: bool = False
     spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("step", "decode", "episode"), 0.0))
-    staleness: list[int] = field(default_factory=list)
+    staleness: list[list[int]] = field(default_factory=list)
+    """Of each batch, by group."""
     marks: list[tuple[float, dict[str, float]]] = field(default_factory=list)
     """Time and time spent, at the end of each step."""
 
@@ -147,7 +148,7 @@ class _Run:
         (begin, spent), (end, total) = self.marks[warm_up - 1], self.marks[-1]
         wall = end - begin
         busy = {name: (total[name] - spent[name]) / wall for name in total}
-        warm = self.staleness[warm_up:]
+        warm = [staleness for batch in self.staleness[warm_up:] for staleness in batch]
         return Outcome(
             (self.steps - warm_up) / wall,
             busy["step"],
@@ -194,7 +195,7 @@ class _Run:
     def _train(self) -> None:
         if not self.training and (choice := self.queue.sample(self.version)) is not None:
             self.training = True
-            self.staleness.append(max(self.version - record.oldest[0] for record in choice.records))
+            self.staleness.append([self.version - record.oldest[0] for record in choice.records])
             self.world.start(self._step())
 
     def _step(self) -> Iterator[object]:
@@ -231,7 +232,7 @@ class _Run:
                 self.world.start(self._episode(batch * self.scene.groups_per_step + group, place, ended))
             yield done
             yield self.trainer
-            self.staleness.append(min(1, self.version))
+            self.staleness.append([min(1, self.version)])
             self.world.start(self._step())
 
 
