@@ -88,7 +88,8 @@ def show(found: Measured, rows: list[Choice], console: Console) -> None:
     console.print(f"{len(found.turns_s)} episodes, {len(turns) / max(1, len(found.turns_s)):.1f} turns each")
     for error, count in found.failed.most_common():
         console.print(f"failed {count} times: {error}")
-    table = Table("bound", "environments", "steps/h", "x sync", "trainer", "generator", "staleness")
+    title = "simulated; trainer and generator: share of the time busy; staleness: mean (most)"
+    table = Table("bound", "environments", "steps/h", "x sync", "trainer", "generator", "staleness", title=title)
     for row in rows:
         out = row.outcome
         table.add_row(
@@ -128,7 +129,7 @@ def main() -> None:
     costs = Costs(options.decode_s, options.step_s, options.sync_s, options.group_size, options.groups, options.places)
     rows = choices(scene_of(found, costs), seed=options.seed)
     show(found, rows, console)
-    console.print(advice(best(rows), options.places))
+    console.print(advice(best(rows), options.places), soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from actors.environments.base import Action, Observation, Step
+from apps.advise.__main__ import main
 from apps.advise.advice import Costs, best, choices, percentile, scene_of
 from apps.advise.measure import Measured, measure
 from forge.errors import RewardError
@@ -95,6 +97,21 @@ def test_heavy_tails_call_for_a_larger_bound_and_more_environments() -> None:
     assert chosen.environments > 16
     assert chosen.gain > 1.8
     assert chosen.outcome.staleness_max <= chosen.bound
+
+
+def test_the_command_measures_an_environment_and_ends_with_advice(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = ["--env", "apps.advise.example:Waiting", "--env-args", '{"median_s": 0.01, "turns": 2}']
+    costs = ["--decode-s", "0.02", "--step-s", "0.1", "--sync-s", "0.01", "--seconds", "1"]
+    monkeypatch.setattr("sys.argv", ["advise", *world, *costs])
+    main()
+    said = capsys.readouterr().out
+    assert re.search(r"turn +\d+ measured  p50 0\.0\d+ s", said), said
+    assert said.strip().splitlines()[-1].startswith("Run "), said
+    monkeypatch.setattr("sys.argv", ["advise", "--env", "apps.advise.example:Nothing", *costs])
+    with pytest.raises(SystemExit, match=r"apps\.advise: .*Nothing"):
+        main()
 
 
 def test_percentiles_are_of_what_is_there() -> None:
