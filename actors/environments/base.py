@@ -65,6 +65,8 @@ class Action:
     """Parsed, in OpenAI's form: {"id", "type": "function", "function": {"name", "arguments": "<json text>"}}."""
     finish: str = "stop"
     """Why it ended: "stop", or "length" where a token limit cut it."""
+    error: str = ""
+    """Why something that begins like a tool call is none; "" where all is well."""
 
 
 class Environment(Protocol):

@@ -20,6 +20,7 @@ import torch
 
 from actors.environments.base import Action, Observation, Step
 from actors.environments.templates import ChatTemplate
+from actors.environments.tool_calls import ParsedAnswer
 from actors.environments.transcript import Transcript
 from actors.reward import Sample, Scores
 from actors.rollout import Generates, References, RewardModels, Rewards, Rollout, episode_seed
@@ -30,8 +31,6 @@ from forge.episodes import EpisodeTokens, make_episodes_group
 from forge.errors import ConfigError, EnvironmentFailed, QuarantinedError
 
 _log = logging.getLogger(__name__)
-Parse = Callable[[str], tuple[str, list[dict[str, Any]]]]
-"""The text of an answer -> what is said, and the tool calls in it, in OpenAI's form."""
 
 
 @dataclass
@@ -77,6 +76,14 @@ class Worlds(Protocol):
     async def close(self, episode: str) -> None: ...
 
 
+class Parses(Protocol):
+    """`actors.environments.tool_calls.ToolCallParser`, or another."""
+
+    def parse(
+        self, said: str | Sequence[int], tools: Sequence[Mapping[str, Any]] = (), *, number: int = 0
+    ) -> ParsedAnswer: ...
+
+
 @dataclass
 class Played:
     """One episode that came to an end."""
@@ -98,9 +105,10 @@ class Player:
     worlds: Worlds
     generators: Generates
     template: ChatTemplate
-    parse: Parse
     config: EpisodesConfig
     max_tokens: int
+    parser: Parses | None = None
+    """Finds tool calls in answers; None: there are none."""
 
     async def play(self, task: Mapping[str, Any], seed: int, *, name: str = "") -> Played:
         """One episode. Its environment is closed whatever happens.
@@ -123,7 +131,7 @@ class Player:
                 limit = min(room, self.config.turn_tokens or room)
                 turn_seed = episode_seed(seed, 0, played.turns)
                 (answer,) = await self.generators.generate([tokens], [turn_seed], limit, affinity=name)
-                action = self._said(transcript, answer)
+                action = self._said(transcript, answer, said.tools)
                 step = await self.worlds.step(name, action)
                 played.turns += 1
                 transcript.episode.reward(step.reward)
@@ -136,13 +144,17 @@ class Player:
         finally:
             await self.worlds.close(name)
 
-    def _said(self, transcript: Transcript, answer: Completion) -> Action:
+    def _said(self, transcript: Transcript, answer: Completion, tools: Sequence[Mapping[str, Any]]) -> Action:
         """Appends an answer; what the environment gets to see of it."""
         transcript.sampled(answer)
-        content, calls = self.parse(transcript.messages[-1]["content"])
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        transcript.messages[-1] = {**message, "tool_calls": calls} if calls else message
-        return Action(content, calls, answer.finish_reason)
+        text = transcript.messages[-1]["content"]
+        if self.parser is None:
+            return Action(text, finish=answer.finish_reason)
+        number = sum(len(message.get("tool_calls", ())) for message in transcript.messages)
+        found = self.parser.parse(text, tools, number=number)
+        if found.tool_calls:
+            transcript.messages[-1] = {"role": "assistant", "content": found.content, "tool_calls": found.tool_calls}
+        return Action(found.content, found.tool_calls, answer.finish_reason, found.error)
 
 
 class EnvironmentRollout:

@@ -38,3 +38,23 @@ class Guessing:
 
     async def close(self) -> None:
         Guessing.open -= 1
+
+
+class Calling:
+    """Wants two tool calls, one after the other, and tells what came of each."""
+
+    async def reset(self, task: Mapping[str, Any]) -> Observation:
+        self._ids: list[str] = []
+        return Observation(
+            [{"role": "user", "content": "use it"}], tools=[{"type": "function", "function": {"name": "f"}}]
+        )
+
+    async def step(self, action: Action) -> Step:
+        if action.error or not action.tool_calls:
+            return Step(Observation([{"role": "user", "content": f"no call: {action.error}"}]), -1.0, done=False)
+        self._ids.append(action.tool_calls[0]["id"])
+        result = {"role": "tool", "content": "5", "tool_call_id": self._ids[-1]}
+        return Step(Observation([result]), 0.5, done=len(self._ids) == 2, info={"ids": self._ids})
+
+    async def close(self) -> None:
+        pass

@@ -16,6 +16,7 @@ from actors.environments.config import EnvironmentConfig
 from actors.environments.episodes import EnvironmentRollout, EpisodesConfig, Player
 from actors.environments.pool import EnvironmentPool
 from actors.environments.templates import ChatTemplate
+from actors.environments.tool_calls import ParsedAnswer
 from actors.rollout import Rollout
 from actors.vllm_engine import Completion
 from apps.grpo.models import resolve_model
@@ -79,10 +80,6 @@ class Scripted:
         return [Completion(cut, [-0.5] * len(cut), [self.version + turn] * len(cut), finish)]
 
 
-def said(text: str) -> tuple[str, list[dict[str, Any]]]:
-    return text, []
-
-
 class Bench:
     """A pool, a scripted generator and a rollout over them."""
 
@@ -96,7 +93,7 @@ class Bench:
         self.generator = Scripted(template, answers, delay_s=delay_s)
         episodes = EpisodesConfig(**options)
         episodes.validate()
-        self.player = Player(self.pool, self.generator, template, said, episodes, room)
+        self.player = Player(self.pool, self.generator, template, episodes, room)
         self.rollout = EnvironmentRollout(self.player, turn_rewards=True)
 
     def run(self, size: int = 3, oversample: int = 0, **task: Any) -> Rollout | None:
@@ -244,3 +241,36 @@ def test_advantages_are_those_of_the_episodes_that_are_left(template: ChatTempla
     rollout = bench.run(size=1)
     assert rollout is not None
     assert torch.isfinite(rollout.group["advantages"]).all()
+
+
+class Brackets:
+    """Takes `[name]` for a call, and `[` without an end for a broken one."""
+
+    def parse(
+        self, said: str | Sequence[int], tools: Sequence[Mapping[str, Any]] = (), *, number: int = 0
+    ) -> ParsedAnswer:
+        assert isinstance(said, str)
+        assert [tool["function"]["name"] for tool in tools] == ["f"]
+        if not said.startswith("["):
+            return ParsedAnswer(said)
+        if not said.endswith("]"):
+            return ParsedAnswer(said, error="no end")
+        call = {"id": f"call{number}", "type": "function", "function": {"name": said[1:-1], "arguments": "{}"}}
+        return ParsedAnswer("", [call])
+
+
+def test_tool_calls_reach_the_world_numbered_and_broken_ones_with_the_reason(template: ChatTemplate) -> None:
+    async def run() -> Any:
+        async with EnvironmentPool(EnvironmentConfig(path="guessing:Calling"), name="calling") as pool:
+            generator = Scripted(template, ["[f", "[f]", "[f]"])
+            player = Player(pool, generator, template, EpisodesConfig(), 400, Brackets())
+            return await player.play({}, seed=0)
+
+    played = asyncio.run(run())
+    assert (played.finish, played.turns) == ("done", 3)
+    assert played.info["ids"] == ["call0", "call1"]
+    assert played.tokens.total == pytest.approx(0.0)
+    assert [m["role"] for m in played.messages] == ["user", "assistant", "user", "assistant", "tool", "assistant"]
+    assert played.messages[2]["content"] == "no call: no end"
+    text = template.decode(played.tokens.tokens)
+    assert text.count("[f]") == 2, "what was sampled stands there, not what was made of it"
