@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from actors.environments.comparison import Parting, compare
 from actors.environments.template_check import check_template
@@ -384,6 +384,14 @@ def test_templates_that_look_up_the_call_of_a_result_get_it() -> None:
     assert template.decode(transcript.tokens).endswith(
         "</call><|im_end|>\n<|im_start|>find says\nHere.<|im_end|>\n<|im_start|>assistant\n"
     )
+    lenient = template_of(
+        LOOKS_UP.replace("{{- raise_exception('a result without a call') }}", "{%- set ns.call = 'it' %}")
+    )
+    asked = Transcript(lenient)
+    asked.observe([user("Where?")])
+    asked.sampled(answer(lenient, '<call>find{"it": 1}</call>'), calling("find", '{"it": 1}'))
+    asked.observe([result("Here.")])
+    assert asked.tokens == transcript.tokens
     without = Transcript(template)
     without.observe([user("Where?")])
     without.sampled(answer(template, '<call>find{"it": 1}</call>'))
@@ -405,6 +413,35 @@ def test_calls_stay_as_they_were_sampled_whatever_the_template_would_write(style
     text = template.decode(transcript.tokens)
     assert '{"name":"find",   "arguments":{}}' + STYLES[style][1] in text
     assert text.count("Here.") == 1
+
+
+def test_tokenizers_that_put_a_space_before_a_text_do_so_at_its_start_alone() -> None:
+    backend = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    special = ["<unk>", "<s>", "</s>"]
+    corpus = ["user says assistant says what is it || nothing at all ||"] * 9
+    backend.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=120, special_tokens=special))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    # Ends of turns are plain text here.
+    says = "{% for m in messages %}{{ m.role + ' says ' + m.content + '||' }}{% endfor %}"
+    tokenizer.chat_template = says + "{% if add_generation_prompt %}{{ 'assistant says' }}{% endif %}"
+    template = ChatTemplate(tokenizer)
+    assert template.lead == " "
+    transcript = Transcript(template)
+    transcript.observe([user("what is it")])
+    transcript.sampled(answer(template, " nothing", "length"))
+    transcript.observe([user("at all")])
+    assert transcript.check().retokenised == []
+    assert transcript.tokens == template.whole(transcript.messages, invite=True)
+    cut = Transcript(template)  # inside of what happens to be written like the end of a turn
+    cut.observe([user("what is it")])
+    cut.sampled(answer(template, " nothing||", "length"))
+    cut.observe([user("at all")])
+    assert template.decode(cut.tokens).count("nothing||||user") == 1
+    pieces = tokenizer.convert_ids_to_tokens(transcript.tokens)
+    text = "".join(pieces).replace("\u2581", " ")
+    assert text == " user says what is it||assistant says nothing||user says at all||assistant says"
 
 
 # --- text that spells special tokens
