@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections import Counter
@@ -70,8 +69,6 @@ class Ledger:
         begun = time.monotonic()
         try:
             yield
-        except asyncio.CancelledError:
-            raise
         except CALL_ERRORS as error:
             self._record(call, names, queue_s, begun)
             failed = failure(call, error)

@@ -26,7 +26,7 @@ class Places:
 
     async def take(self, timeout_s: float) -> None:
         """Returns with a place, which `give_back` frees; TimeoutError after `timeout_s`."""
-        if self._free and not self.waiting:
+        if self._free:  # so nobody waits
             self._free -= 1
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -186,7 +186,7 @@ class EnvironmentPool:
 
     async def _try_reset(self, lease: _Lease, task: Mapping[str, Any], queue_s: float) -> Observation:
         call = self._call(lease, self._config.reset_timeout_s)
-        lease.world = world = await self._free_world()
+        lease.world = world = self._free_world()
         with self._ledger.keeping(call, blame=False):
             await world.start()
         with self._ledger.keeping(call, [self._name], queue_s, blame=True):
@@ -203,17 +203,12 @@ class EnvironmentPool:
         with self._ledger.keeping(self._call(lease, limit), names, blame=True):
             step = await lease.world.step(action, limit)
         self._ledger.count("steps")
-        if step.done:
-            self._ledger.succeeded(lease.task)
         return step
 
-    async def _free_world(self) -> World:
-        """An idle process, else a new one."""
-        while self._idle:
-            world = self._idle.pop()
-            if world.alive:
-                return world
-            await world.discard()
+    def _free_world(self) -> World:
+        """An idle process, which starts anew should it have died, else a new one."""
+        if self._idle:
+            return self._idle.pop()
         kind = EnvironmentProcess if self._sync else LocalWorld
         return kind(self._config.path, self._config.kwargs)
 

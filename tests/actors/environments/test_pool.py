@@ -403,6 +403,32 @@ def test_failures_with_good_episodes_between_them_do_not_add_up() -> None:
     with_pool(waiting(quarantine_after=2), body)
 
 
+def test_an_episode_without_a_turn_is_no_good_episode() -> None:
+    """Its reset works, and whatever would fail has not been tried."""
+
+    async def body(pool: EnvironmentPool) -> None:
+        for _ in range(2):
+            await episode(pool, {"id": "bad"})
+            with pytest.raises(EnvironmentRaised):
+                await episode(pool, {"id": "bad"}, Action("raise"))
+        assert list(pool.report().quarantine) == ["bad"]
+
+    with_pool(waiting(quarantine_after=2), body)
+
+
+def test_a_plain_environment_that_raised_is_closed_and_its_process_serves_no_other_episode(tmp_path: Path) -> None:
+    async def body(pool: EnvironmentPool) -> None:
+        name, _ = await pool.start({"close": "note", "note": str(tmp_path / "pid")})
+        pid = (await pool.step(name, ON)).info["pid"]
+        with pytest.raises(EnvironmentRaised):
+            await pool.step(name, Action("raise"))
+        assert int((tmp_path / "pid").read_text()) == pid
+        name, _ = await pool.start({})
+        assert (await pool.step(name, ON)).info["pid"] != pid
+
+    with_pool(plain(), body)
+
+
 def test_the_quarantine_forgets_the_oldest_failures_of_endlessly_many_tasks() -> None:
     quarantine = Quarantine(2)
     assert [quarantine.failed("first", "x" * 10_000) for _ in range(3)] == [False, True, False]
