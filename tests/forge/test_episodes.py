@@ -52,7 +52,7 @@ def group(rows: list[Turns], group_id: int = 0) -> TensorDict:
     return make_episodes_group([episode(row, number) for number, row in enumerate(rows)], group_id=group_id)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(groups)
 def test_every_token_keeps_its_place_its_numbers_and_nothing_else_is_trained(rows: list[Turns]) -> None:
     td = group(rows, group_id=7)
@@ -74,7 +74,7 @@ def test_every_token_keeps_its_place_its_numbers_and_nothing_else_is_trained(row
         assert td["rewards"][number].item() == sum(range(1, len(row) + 1))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(groups)
 def test_what_was_recorded_of_a_turn_stays_with_its_tokens(rows: list[Turns]) -> None:
     td = group(rows)
@@ -101,7 +101,7 @@ def test_what_was_recorded_of_a_turn_stays_with_its_tokens(rows: list[Turns]) ->
         assert bool((td["routed_experts"][number, so_far:] == -1).all())
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(groups, min_size=1, max_size=3), st.integers(1, 30))
 def test_packing_keeps_everything_of_episodes_with_holes(several: list[list[Turns]], max_tokens: int) -> None:
     made = [make_episodes_group([episode(row) for row in rows], group_id=i) for i, rows in enumerate(several)]
@@ -146,7 +146,7 @@ def test_one_turn_from_one_prompt_is_what_make_group_makes(counts: list[int]) ->
 # --- rewards
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4), st.just(False)), min_size=1, max_size=5), st.floats(0, 1)
 )

@@ -75,7 +75,7 @@ def test_what_is_no_call_is_a_result_that_says_so(
     assert caplog.records == []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.sampled_from(['{"name": "look", "arguments": ', "{}", "}", "<tool_call>", "</tool_call>", "a", "["]))
 )

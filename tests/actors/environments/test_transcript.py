@@ -207,7 +207,7 @@ conversations = st.lists(st.tuples(texts, stripped), min_size=1, max_size=3)
 
 
 @pytest.mark.parametrize("style", STYLES)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(conversations, st.sampled_from(["stop", "length"]))
 def test_a_transcript_is_what_the_template_makes_of_the_whole_conversation(
     style: str, turns: list[tuple[str, str]], finish: str
@@ -278,7 +278,7 @@ def test_the_end_of_a_turn_that_is_not_the_templates_stays_and_gets_the_template
 # --- the faults
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(texts, stripped.filter(lambda text: len(text) > 3)), min_size=1, max_size=3))
 def test_what_is_trained_is_what_was_sampled_however_the_tokenizer_would_write_it(turns: list[tuple[str, str]]) -> None:
     """The fault: text is tokenised again at each turn, and the ids that are trained were never sampled."""
