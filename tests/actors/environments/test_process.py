@@ -101,7 +101,7 @@ def test_a_step_over_its_time_is_killed_though_it_holds_the_interpreter(tmp_path
     async def body(process: EnvironmentProcess) -> None:
         await process.reset({"note": str(tmp_path / "pid")}, LONG_S)
         with pytest.raises(TimeoutError):
-            await process.step(Action("spin"), 0.5)
+            await process.step(Action("spin"), 2.0)
         assert not process.alive
         assert await process.end(LONG_S, reuse=True) == ""
 
