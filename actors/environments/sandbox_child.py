@@ -405,4 +405,7 @@ def _filter(spec: dict[str, Any], folder: str) -> None:
         elif "user" not in spec:
             raise OSError("the kernel has no Landlock (Linux 6.2), so the program could write the caller's files")
     signals = spec["namespaces"] or version >= 6
-    filters.install_seccomp(filters.seccomp_program(network=spec["network"], signals=signals, pid=os.getpid()))
+    metadata = spec["namespaces"] or _own_user(spec) is not None
+    filters.install_seccomp(
+        filters.seccomp_program(network=spec["network"], signals=signals, metadata=metadata, pid=os.getpid())
+    )

@@ -77,6 +77,29 @@ _SIGNALS = {
     # A pidfd is no number of a process: no value passes.
     "pidfd_send_signal": (424, 424, 0),
 }
+_METADATA = {
+    # Landlock leaves these be. The older ones are missing on aarch64: the newer one stands for them.
+    "chmod": (90, 53),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, 54),
+    "fchown": (93, 55),
+    "lchown": (94, 54),
+    "fchownat": (260, 54),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "removexattrat": (466, 466),
+    "utime": (132, 88),
+    "utimes": (235, 88),
+    "futimesat": (261, 88),
+    "utimensat": (280, 88),
+}
 _CLONE, _CLONE3, _SOCKETPAIR = (56, 220), (435, 435), (53, 199)
 _NEW_NAMESPACES = 0x7E020000
 _AF_UNIX, _SOCK_STREAM, _SOCK_SEQPACKET, _SOCK_TYPE_MASK = 1, 1, 5, 0xF
@@ -87,11 +110,12 @@ _NUMBER, _ARCH, _ARGS = 0, 4, 16  # offsets in struct seccomp_data
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 38, 22, 2
 
 
-def seccomp_program(*, network: bool, signals: bool, pid: int) -> bytes:
+def seccomp_program(*, network: bool, signals: bool, metadata: bool, pid: int) -> bytes:
     """The filter for this machine, as an array of struct sock_filter.
 
     network: whether `socket` is allowed; socketpair always is, for streams. signals: whether to leave them to other
-    means; else only the program itself (`pid`) and its process group may be signalled. OSError (ENOSYS) on a machine
+    means; else only the program itself (`pid`) and its process group may be signalled. metadata: whether owners, rights
+    and times of files may be changed, which is for users with no other files. OSError (ENOSYS) on a machine
     whose system calls this file does not know.
     """
     machine = os.uname().machine
@@ -101,8 +125,8 @@ def seccomp_program(*, network: bool, signals: bool, pid: int) -> bytes:
     code = [_step(_LOAD, _ARCH), _step(_JEQ, arch, 1, 0), _step(_RET, _KILL), _step(_LOAD, _NUMBER)]
     if machine == "x86_64":
         code += [_step(_JGE, _X32_BIT, 0, 1), _refuse()]
-    denied = [numbers[column] for numbers in _DENIED.values()]
-    for number in denied if network else [_SOCKET[column], *denied]:
+    denied = {**_DENIED, **({} if network else {"socket": _SOCKET}), **({} if metadata else _METADATA)}
+    for number in sorted({numbers[column] for numbers in denied.values()}):
         code += [_step(_JEQ, number, 0, 1), _refuse()]
     # Its flags lie in memory, which a filter cannot read; C libraries then take clone.
     code += [_step(_JEQ, _CLONE3[column], 0, 1), _refuse(errno.ENOSYS)]
