@@ -9,10 +9,26 @@ import sys
 import traceback
 from collections.abc import Iterator
 
-from forge.errors import ActorFailed, ConfigError, DeadlineExceeded, LaunchError, RewardError, RunFolderError
+from forge.errors import (
+    ActorFailed,
+    ConfigError,
+    DeadlineExceeded,
+    EnvironmentFailed,
+    LaunchError,
+    RewardError,
+    RunFolderError,
+)
 
 # Their text says all; a traceback through our own code would only hide it.
-_SELF_EXPLAINING = (ActorFailed, ConfigError, DeadlineExceeded, LaunchError, RewardError, RunFolderError)
+_SELF_EXPLAINING = (
+    ActorFailed,
+    ConfigError,
+    DeadlineExceeded,
+    EnvironmentFailed,
+    LaunchError,
+    RewardError,
+    RunFolderError,
+)
 
 
 def print_failure(error: BaseException) -> int:

@@ -282,7 +282,8 @@ def test_the_commands_of_the_readme_exist(readme: str) -> None:
     assert {"run", "test", "setup", "help"} <= used
     assert used <= targets
     modules = re.findall(r"-m (apps[\w.]+)", code)
-    paths = [f"{module.replace('.', '/')}.py" for module in modules]
+    paths = [module.replace(".", "/") for module in modules]
+    paths = [f"{path}/__main__.py" if (ROOT / path).is_dir() else f"{path}.py" for path in paths]
     paths += re.findall(r"(?<!tests/)\b((?:forge|actors|replay|weightsync|apps)/[\w/]+\.(?:py|yaml))", code)
     paths += re.findall(r"\btests/[\w/]+\.py", code)
     assert modules
