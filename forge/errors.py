@@ -18,7 +18,8 @@
     |  |- EpisodeEnded                 it has been closed: by its client, by the limit of its lease, or with its pool
     |  |- QuarantinedError             its task has failed so often that it is not tried again
     |- TranscriptError                 a conversation cannot become tokens, or not those of its chat template
-    |- SandboxError                    the machine cannot keep a program in, or a sandbox broke; never what a program did
+    |- GatewayError                    a call to the gateway is refused; has the HTTP status that says so
+    |- SandboxError                    the machine cannot keep a program in, or a sandbox broke
     |- RunFolderError                  the run folder cannot be written (full disk, permissions)
 
 The text of each says what was wrong, the value, the limit and the remedy.
@@ -112,6 +113,18 @@ class QuarantinedError(EnvironmentFailed):
 
 class TranscriptError(ForgeError):
     """A conversation cannot be put into tokens, or its tokens are not those of its chat template."""
+
+
+class GatewayError(ForgeError):
+    """The gateway refuses a call."""
+
+    def __init__(self, status: int, text: str, *, code: str = "", param: str = "", retry: bool = False) -> None:
+        """status: of HTTP. code, param: as in OpenAI's errors. retry: whether the same call may work a little later."""
+        super().__init__(text)
+        self.status = status
+        self.code = code
+        self.param = param
+        self.retry = retry
 
 
 class SandboxError(ForgeError):
