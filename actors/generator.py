@@ -29,6 +29,8 @@ from weightsync.layout import Box
 from weightsync.offer import Endpoint, Offer
 from weightsync.transports.rdma import RdmaReader
 
+_ANONYMOUS = "~"
+"""What the names of calls begin with that nobody has named."""
 _ABORT_AGAIN_S = 0.01
 _LOCAL_SHARE = 0.9
 _ANSWER_S = 60.0
@@ -193,12 +195,13 @@ class Generator:
     ) -> list[Completion]:
         """One completion for each prompt, sampled concurrently. Cancelling aborts what still runs.
 
-        `request_id` (unique among running calls) is what `abort` takes and `progress` tells. `begun` has what an
+        `request_id` (unique among running calls) is what `abort` takes and `progress` tells; without it a call is in
+        neither. `begun` has what an
         earlier engine had of the completions, by their place. Once `wanted` (0: all) have ended, the others are cut
         where they are: `finish_reason` "cut".
         """
         limit = max_new_tokens or self._config.max_new_tokens
-        name = request_id or f"call{next(self._calls)}"
+        name = request_id or f"{_ANONYMOUS}{next(self._calls)}"
         ids = self._request_ids[name] = [f"{name}/{i}" for i in range(len(prompts))]
         begun = begun or {}
         self._told |= {ids[place]: len(part.token_ids) for place, part in begun.items()}
@@ -258,7 +261,8 @@ class Generator:
     def progress(self) -> list[Progress]:
         """What the running calls have sampled since this was called last, a part for each completion."""
         sampled, parts = self._engine.sampled(self._told), []
-        for name, ids in self._request_ids.items():
+        named = ((name, ids) for name, ids in self._request_ids.items() if not name.startswith(_ANONYMOUS))
+        for name, ids in named:
             for place, id in enumerate(ids):
                 ended, told = self._ended.pop(id, None), self._told.get(id, 0)
                 rest = ended.after(told) if ended else sampled.get(id)

@@ -69,7 +69,7 @@ class EpisodesConfig:
 class Worlds(Protocol):
     """Environments: `EnvironmentPool`, or a client of one or of several kinds."""
 
-    async def start(self, task: Mapping[str, Any], *, episode: str = "") -> tuple[str, Observation]: ...
+    async def start(self, task: Mapping[str, Any]) -> tuple[str, Observation]: ...
 
     async def step(self, episode: str, action: Action) -> Step: ...
 
@@ -117,8 +117,8 @@ class Player:
         what it was asked.
         """
         name = name or uuid.uuid4().hex
+        episode, said = await self.worlds.start(task)
         try:
-            _, said = await self.worlds.start(task, episode=name)
             transcript = Transcript(self.template, said.tools)
             transcript.observe(said.messages)
             played = Played(transcript.episode, transcript.messages, "turns")
@@ -132,7 +132,7 @@ class Player:
                 turn_seed = episode_seed(seed, 0, played.turns)
                 (answer,) = await self.generators.generate([tokens], [turn_seed], limit, affinity=name)
                 action = self._said(transcript, answer, said.tools)
-                step = await self.worlds.step(name, action)
+                step = await self.worlds.step(episode, action)
                 played.turns += 1
                 transcript.episode.reward(step.reward)
                 played.info = step.info
@@ -142,7 +142,7 @@ class Player:
                 transcript.observe(step.observation.messages)
             return played
         finally:
-            await self.worlds.close(name)
+            await self.worlds.close(episode)
 
     def _said(self, transcript: Transcript, answer: Completion, tools: Sequence[Mapping[str, Any]]) -> Action:
         """Appends an answer; what the environment gets to see of it."""

@@ -75,12 +75,19 @@ class Actors:
 
 
 async def spawn_actors(
-    cfg: AppConfig, cluster: Cluster, log: RunLog, reward: Rewards | None = None, *, teacher: str | None = None
+    cfg: AppConfig,
+    cluster: Cluster,
+    log: RunLog,
+    reward: Rewards | None = None,
+    *,
+    teacher: str | None = None,
+    stop: Sequence[int] = (),
 ) -> Actors:
     """All actors of the run of `log`, set up side by side; in the state of its checkpoint where it is resumed.
 
     A `reward` of the caller's own takes the place of the configured functions, whose actor is not spawned then. Where
-    the loss needs a reference, it is the folder `teacher`; by default the model that is trained, as it was.
+    the loss needs a reference, it is the folder `teacher`; by default the model that is trained, as it was. Tokens of
+    `stop` end an answer besides those of the model.
     """
     note = log.note
     note(f"preparing model {cfg.model}")
@@ -102,11 +109,11 @@ async def spawn_actors(
         weights = str(log.folder.absolute / "weights")
         options: dict[str, Any] = {"transport": transport, "folder": weights, "turns": turns}
         trainer = tasks.create_task(start_trainer(cfg, cluster, spec, state, **options))
-        stop = stop_ids(tokenizer, model)
+        ends = sorted({*stop_ids(tokenizer, model), *stop})
         replicas = [
             tasks.create_task(
                 _start_generator(
-                    cfg, cluster, spec, generator, index, stop, first.token_ids, turns=turns, behind=trainer
+                    cfg, cluster, spec, generator, index, ends, first.token_ids, turns=turns, behind=trainer
                 )
             )
             for index in range(cluster.replicas("generator"))

@@ -216,10 +216,10 @@ def test_of_more_episodes_than_wanted_the_first_to_end_make_the_group(template: 
         slow = iter([30.0, 0.0, 0.0, 30.0, 0.0])
         start = bench.pool.start
 
-        async def started(task: Mapping[str, Any], *, episode: str = "") -> Any:
-            return await start({**task, "slow_s": next(slow)}, episode=episode)
+        async def started(task: Mapping[str, Any]) -> Any:
+            return await start({**task, "slow_s": next(slow)})
 
-        bench.pool.start = started  # type: ignore[method-assign]
+        bench.pool.start = started  # type: ignore[method-assign, assignment]
         async with asyncio.timeout(20):
             return await bench.go(3, oversample=2)
 

@@ -1,0 +1,1 @@
+"""GRPO in an environment: episodes of several turns."""
