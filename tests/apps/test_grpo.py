@@ -173,11 +173,15 @@ def test_a_run_that_is_killed_at_random_moments_trains_each_prompt_once(launch: 
 @pytest.mark.soak
 @pytest.mark.parametrize("packing", [False, True])
 def test_a_mixture_of_experts_trains_under_recorded_routes_and_its_recording_trains_again(
-    launch: Launch, tmp_path: Path, packing: bool
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: bool
 ) -> None:
-    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 2}
+    (tmp_path / "variety.py").write_text("def letters(sample): return len(set(sample.completion)) / 16\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # what was never trained earns nothing by the task's own reward
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32, "moe_intermediate_size": 32}
+    sizes |= {"num_experts": 16, "num_experts_per_tok": 2}
     model = family("qwen3_moe", tmp_path / "model", **sizes, vocab_size=128, max_position_embeddings=512)
     options = [f"--trainer.packing={str(packing).lower()}", "--generator.keep_routes", "--replay.record"]
+    options.append("--reward.functions=[{path: variety:letters}]")
     run = launch("--trainer.steps=4", f"--model={model}", *options)
     assert run.finish() == 0, run.output
     check_rows(run, 4, bound=1)
