@@ -55,17 +55,12 @@ def pieces_of(token_bytes: Sequence[bytes]) -> list[Piece]:
     """Text of tokens, each with as many as its characters need; what is left at the end is replaced."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     pieces: list[Piece] = []
-    first, held = 0, 0
+    first = 0
     for n, some in enumerate(token_bytes):
         text = decoder.decode(some)
-        held = len(decoder.getstate()[0])
-        if not held:
+        if text or not decoder.getstate()[0]:
             pieces.append(Piece(text, first, n + 1))
             first = n + 1
-        elif text:
-            # Whole characters, and the beginning of one: its token goes with the next piece.
-            pieces.append(Piece(text, first, n))
-            first = n
     if rest := decoder.decode(b"", final=True):
         pieces.append(Piece(rest, first, len(token_bytes)))
     return pieces

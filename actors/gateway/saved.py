@@ -59,7 +59,9 @@ def session_of(entries: Iterable[Entry]) -> Session:
             answer = dict(entry["turn"]["answer"])
             for name in ("kept", "routes"):
                 answer[name] = _loaded(answer[name])
-            session.add(Turn(**{**entry["turn"], "answer": Completion(**answer)}))
+            turn = Turn(**{**entry["turn"], "answer": Completion(**answer)})
+            session.next_seed([*session.tokens(turn.parent), *turn.given])  # counts that this was asked
+            session.add(turn)
         elif "reward" in entry:
             session.reward(**entry["reward"])
         else:

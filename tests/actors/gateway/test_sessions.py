@@ -211,6 +211,16 @@ def test_equal_calls_get_other_seeds_and_another_run_the_same_ones() -> None:
     assert [other.next_seed([1, 3]), other.next_seed([1, 2]), other.next_seed([1, 2])] == [first[2], *first[:2]]
 
 
+def test_a_question_asked_again_after_a_crash_is_sampled_anew() -> None:
+    agent = Agent()
+    agent.ask([user("a?")], "abc")
+    prompt = agent.session.turns[0].given
+    agent.session.next_seed(prompt)  # as the gateway does for each call
+    saved = session_of(json.loads(json.dumps(state_of(agent.session))))
+    assert saved.next_seed(prompt) == agent.session.next_seed(prompt)
+    assert saved.next_seed(prompt) != Agent().session.next_seed(prompt)
+
+
 # --- on file
 
 
