@@ -95,6 +95,7 @@ def check_critic(run: AppRun) -> None:
     assert model.score.weight.any()
 
 
+@pytest.mark.soak
 def test_an_actor_that_is_killed_ends_the_run_with_its_name(launch: Launch) -> None:
     run = launch("--trainer.steps=1000")
     run.wait_until(run.rows, "the first step")
@@ -103,6 +104,7 @@ def test_an_actor_that_is_killed_ends_the_run_with_its_name(launch: Launch) -> N
     assert run.output.count("ActorFailed: actor generator_0 failed: its process was killed by SIGKILL") == 1, run.output
 
 
+@pytest.mark.soak
 def test_ctrl_c_ends_the_run_with_a_checkpoint_that_loads(launch: Launch) -> None:
     run = launch("--trainer.steps=1000", "--generator.temperature=0.6", "--generator.top_p=0.9")
     run.wait_until(lambda: len(run.rows()) >= 2, "two steps")

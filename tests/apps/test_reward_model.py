@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from app_run import ROOT, AppRun
 
@@ -12,6 +13,7 @@ from apps.dpo.tasks import reverse_digits
 NANO = ["--model=nano", "--data.args={num_digits: 4}"]
 
 
+@pytest.mark.soak
 def test_pairs_that_were_not_trained_are_told_apart_by_what_transformers_loads(tmp_path: Path) -> None:
     options = ["--trainer.steps=50", "--trainer.lr=2e-3", "--trainer.packing", "--run.checkpoint_every=25"]
     run = AppRun(tmp_path / "run", *options, app=ROOT / "apps" / "reward_model" / "main.py", preset=NANO)

@@ -799,6 +799,7 @@ def test_too_few_descriptors_is_an_error_that_names_the_limit(peer: Peer) -> Non
 # ---- actors
 
 
+@pytest.mark.soak
 def test_the_bench_moves_tensordicts_between_two_monarch_actors_and_ends_in_json(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "apps.bench.channel", "--mb", "1", "--rounds", "2"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -353,7 +353,11 @@ def subsets(world: World) -> Iterable[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("max_staleness", "groups_per_step"), [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1)]
+    ("max_staleness", "groups_per_step"),
+    [
+        *[(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3), (2, 1), (3, 1)],
+        pytest.param(2, 2, marks=pytest.mark.soak),
+    ],
 )
 @pytest.mark.parametrize("window", WINDOWS)
 def test_in_every_reachable_state_a_batch_comes_and_none_is_above_the_bound(

@@ -37,7 +37,7 @@ def python_for(isolation: str) -> str:
     pytest.skip(f"this machine has no {isolation} for the user of these tests")
 
 
-@pytest.fixture(params=["namespaces", "filters"])
+@pytest.fixture(params=["namespaces", pytest.param("filters", marks=pytest.mark.soak)])
 def isolation(request: pytest.FixtureRequest) -> str:
     python_for(request.param)
     return str(request.param)
@@ -454,6 +454,7 @@ def test_it_can_signal_trace_and_limit_nobody_else(isolation: str) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.soak
 @pytest.mark.parametrize("isolation", ["namespaces", "filters"])
 def test_a_caller_who_is_not_root_has_the_same_laws(isolation: str) -> None:
     python = shutil.which("python3", path="/usr/local/bin:/usr/bin")
