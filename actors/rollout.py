@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -136,13 +136,28 @@ async def rollout_group(
         kept=[c.kept for c in completions],
         routes=[c.routes for c in completions],
     )
+    return await scored(
+        Rollout(group, samples, scores, cut), advantage, group_size, reference=reference, reward_model=reward_model
+    )
+
+
+async def scored(
+    rollout: Rollout,
+    advantage: str,
+    group_size: int,
+    *,
+    reference: References | None = None,
+    reward_model: RewardModels | None = None,
+) -> Rollout:
+    """The rollout with what its scores make of the group: rewards, advantages, and the reference's log-probs."""
+    group, scores = rollout.group, rollout.scores
     if reward_model is not None:
         scores = await reward_model.add_to(scores, group)
     group["rewards"] = torch.tensor(scores.total, dtype=torch.float32)
     group["advantages"] = advantages(group["rewards"], advantage, group_size)
     if reference is not None:
         group["ref_logprobs"] = await reference.logprobs(group)
-    return Rollout(group, samples, scores, cut)
+    return replace(rollout, scores=scores)
 
 
 def episode_seed(seed: int, group_id: int, episode: int) -> int:

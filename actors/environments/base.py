@@ -101,6 +101,22 @@ class SyncEnvironment(Protocol):
         ...
 
 
+class Worlds(Protocol):
+    """Episodes of environments: an `EnvironmentPool`, or a client of one or of several kinds."""
+
+    async def start(self, task: Mapping[str, Any]) -> tuple[str, Observation]:
+        """A new episode of `task`: its id, and what its environment says first."""
+        ...
+
+    async def step(self, episode: str, action: Action) -> Step:
+        """One turn."""
+        ...
+
+    async def close(self, episode: str) -> None:
+        """Ends the episode."""
+        ...
+
+
 def environment_kind(path: str, kwargs: Mapping[str, Any] | None = None) -> EnvironmentKind:
     """Whether the environment at `module:name` is asynchronous, without making one.
 

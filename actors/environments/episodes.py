@@ -14,18 +14,15 @@ import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-import torch
-
-from actors.environments.base import Action, Observation, Step
+from actors.environments.base import Action, Worlds
 from actors.environments.templates import ChatTemplate
-from actors.environments.tool_calls import ParsedAnswer
+from actors.environments.tool_calls import Parses
 from actors.environments.transcript import Transcript
 from actors.reward import Sample, Scores
-from actors.rollout import Generates, References, RewardModels, Rewards, Rollout, episode_seed
+from actors.rollout import Generates, References, RewardModels, Rewards, Rollout, episode_seed, scored
 from actors.vllm_engine import Completion
-from forge.advantages import advantages
 from forge.data import Prompt
 from forge.episodes import EpisodeTokens, make_episodes_group
 from forge.errors import ConfigError, EnvironmentFailed, QuarantinedError
@@ -64,24 +61,6 @@ class EpisodesConfig:
                 raise ConfigError(f"episodes.{name} must be >= {least}, got {getattr(self, name)}")
         if self.on_failure not in ("retry", "shrink", "drop"):
             raise ConfigError(f"episodes.on_failure must be retry, shrink or drop, got {self.on_failure}")
-
-
-class Worlds(Protocol):
-    """Environments: `EnvironmentPool`, or a client of one or of several kinds."""
-
-    async def start(self, task: Mapping[str, Any]) -> tuple[str, Observation]: ...
-
-    async def step(self, episode: str, action: Action) -> Step: ...
-
-    async def close(self, episode: str) -> None: ...
-
-
-class Parses(Protocol):
-    """`actors.environments.tool_calls.ToolCallParser`, or another."""
-
-    def parse(
-        self, said: str | Sequence[int], tools: Sequence[Mapping[str, Any]] = (), *, number: int = 0
-    ) -> ParsedAnswer: ...
 
 
 @dataclass
@@ -202,14 +181,8 @@ class EnvironmentRollout:
         group = make_episodes_group([p.tokens for p in played], group_id=group_id, turn_rewards=self._turn_rewards)
         samples = [_sample(p, prompt, decode) for p in played]
         totals = [p.tokens.total for p in played]
-        scores = Scores(totals, {"environment": totals})
-        if reward_model is not None:
-            scores = await reward_model.add_to(scores, group)
-            group["rewards"] = torch.tensor(scores.total, dtype=torch.float32)
-        group["advantages"] = advantages(group["rewards"], advantage, len(played))
-        if reference is not None:
-            group["ref_logprobs"] = await reference.logprobs(group)
-        return Rollout(group, samples, scores, cut)
+        rollout = Rollout(group, samples, Scores(totals, {"environment": totals}), cut)
+        return await scored(rollout, advantage, len(played), reference=reference, reward_model=reward_model)
 
     async def _episodes(
         self, task: Mapping[str, Any], group_id: int, wanted: int, oversample: int, seed: int

@@ -106,6 +106,23 @@ class ChatTemplate:
             )
         return self.encode(plain, inside=True)
 
+    def following(
+        self, messages: Sequence[Message], tools: Sequence[Any], answer: Message, said: Sequence[int], finish: str
+    ) -> list[int]:
+        """What goes on behind the tokens `said` of an `answer`: its end, `messages`, the next invitation.
+
+        One that ended by itself (`finish` "stop") has sampled its end; one that was cut has not. Raises as `behind`.
+        """
+        tokens = self.behind(messages, tools, answer.get("tool_calls") or ())
+        closed = finish == "stop" and bool(said) and tokens[:1] == list(said[-1:])
+        return tokens[1:] if closed else tokens
+
+    def answered(self, said: Sequence[int], finish: str) -> str:
+        """The text of an answer's tokens, without the end of its turn."""
+        ends = {*self.end_of_turn[:1], *self.tokenizer.all_special_ids}
+        closed = finish == "stop" and bool(said) and said[-1] in ends
+        return self.decode(said[:-1] if closed else said).removeprefix(self.lead)
+
     def encode(self, text: str, *, inside: bool = False) -> list[int]:
         """The tokens of rendered text; `inside` a conversation rather than at its start."""
         tokens: list[int] = []

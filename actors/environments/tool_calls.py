@@ -15,7 +15,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from forge.errors import ConfigError
 
@@ -43,6 +43,14 @@ class ParsedAnswer:
     """Its thoughts, where a parser of reasoning is set."""
     error: str = ""
     """Why something that begins like a call is none, or has no JSON object as arguments; "" where all is well."""
+
+
+class Parses(Protocol):
+    """Finds tool calls and thoughts in what was said: `ToolCallParser`, or another."""
+
+    def parse(self, said: str, tools: Sequence[Mapping[str, Any]] = (), *, number: int = 0) -> ParsedAnswer:
+        """See `ToolCallParser.parse`."""
+        ...
 
 
 class ToolCallParser:

@@ -108,11 +108,7 @@ class Transcript:
         if not answered:
             return self._template.whole(new, self._tools, invite=True)
         last = self.messages[self._answer_before(len(self.messages))]
-        tokens = self._template.behind(new, self._tools, last.get("tool_calls") or ())
-        said = self.episode.tokens
-        # A turn that ended by itself has sampled its end; one that was cut has not.
-        closed = self._finish == "stop" and bool(said) and tokens[:1] == said[-1:]
-        return tokens[1:] if closed else tokens
+        return self._template.following(new, self._tools, last, self.episode.tokens, self._finish)
 
     def _answer_before(self, index: int) -> int:
         return max(turn.first for turn in self._turns if turn.sampled and turn.first < index)
@@ -134,13 +130,8 @@ class Transcript:
         self.episode.sampled(answer.token_ids, answer.logprobs, answer.versions, kept=answer.kept, routes=answer.routes)
         self._finish = answer.finish_reason
         said = self.episode.tokens[self._turns[-1].start :]
-        text = self._template.decode(said[:-1] if self._ends_itself(said) else said)
-        content = text.removeprefix(self._template.lead)
+        content = self._template.answered(said, self._finish)
         self.messages[-1] = dict(message) if message else {"role": "assistant", "content": content}
-
-    def _ends_itself(self, said: Sequence[int]) -> bool:
-        end = {*self._template.end_of_turn[:1], *self._template.tokenizer.all_special_ids}
-        return self._finish == "stop" and bool(said) and said[-1] in end
 
     # --- against the template
 

@@ -43,10 +43,7 @@ def spoken(template: ChatTemplate, answer: Completion, stops: Sequence[str], pro
     if end is not None:
         answer = first_tokens(answer, end, prompt)
         token_bytes = token_bytes[:end]
-    said = answer.token_ids
-    ends = {*template.end_of_turn[:1], *template.tokenizer.all_special_ids}
-    closed = answer.finish_reason == "stop" and bool(said) and said[-1] in ends
-    text = template.decode(said[:-1] if closed else said).removeprefix(template.lead)
+    text = template.answered(answer.token_ids, answer.finish_reason)
     places = [place for stop in stops if (place := text.find(stop)) >= 0] if end is not None else []
     return Spoken(answer, text[: min(places, default=len(text))], pieces_of(token_bytes), token_bytes)
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from actors.environments.templates import ChatTemplate, Message
-from actors.environments.tool_calls import ParsedAnswer
+from actors.environments.tool_calls import Parses
 from actors.gateway.answers import Spoken, spoken
 from actors.gateway.config import GatewayConfig
 from actors.gateway.requests import ChatRequest
@@ -20,12 +18,6 @@ from actors.gateway.sessions import Call, Session, Turn
 from actors.rollout import Generates
 from actors.vllm_engine import Completion
 from forge.errors import ForgeError, GatewayError, TranscriptError
-
-
-class Parses(Protocol):
-    """Finds tool calls and thoughts in what was said: `actors.environments.tool_calls.ToolCallParser`."""
-
-    def parse(self, said: str, tools: Sequence[Mapping[str, Any]] = (), *, number: int = 0) -> ParsedAnswer: ...
 
 
 @dataclass(frozen=True)

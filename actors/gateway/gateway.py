@@ -24,7 +24,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from actors.environments.templates import ChatTemplate
-from actors.gateway.chat import Parses, Policy
+from actors.environments.tool_calls import Parses
+from actors.gateway.chat import Policy
 from actors.gateway.config import GatewayConfig
 from actors.gateway.journal import Journal
 from actors.gateway.requests import ChatRequest

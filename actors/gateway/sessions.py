@@ -78,11 +78,8 @@ class Call:
         """The tokens of what is new, up to where the policy answers. Raises TranscriptError where it refuses them."""
         if self.last is None:
             return template.whole(self.new, self.tools, invite=True)
-        tokens = template.behind(self.new, self.tools, self.last.message.get("tool_calls") or ())
         answer = self.last.answer
-        # An answer that ended by itself has sampled its end; one that was cut has not.
-        closed = answer.finish_reason == "stop" and bool(answer.token_ids) and tokens[:1] == answer.token_ids[-1:]
-        return tokens[1:] if closed else tokens
+        return template.following(self.new, self.tools, self.last.message, answer.token_ids, answer.finish_reason)
 
 
 class Session:

@@ -7,25 +7,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from actors.environments.base import Action, Observation, Step
+from actors.environments.base import Action, Observation, Worlds
 from forge.errors import ForgeError
 
 _END_S = 60.0
 """How long environments may take to close at the end, seconds."""
 Act = Callable[[Observation], Action]
 """What stands in for the policy."""
-
-
-class Pool(Protocol):
-    """What plays episodes; `actors.environments.pool.EnvironmentPool` is one."""
-
-    async def start(self, task: Mapping[str, Any]) -> tuple[str, Observation]: ...
-
-    async def step(self, episode: str, action: Action) -> Step: ...
-
-    async def close(self, episode: str) -> None: ...
 
 
 @dataclass
@@ -43,7 +33,7 @@ class Measured:
 
 
 async def measure(
-    pool: Pool, tasks: Iterator[Mapping[str, Any]], act: Act, *, at_once: int, seconds: float, max_turns: int
+    pool: Worlds, tasks: Iterator[Mapping[str, Any]], act: Act, *, at_once: int, seconds: float, max_turns: int
 ) -> Measured:
     """Plays episodes of `tasks`, `at_once` of them side by side and of `max_turns` turns at most, for `seconds`.
 
@@ -65,7 +55,7 @@ async def measure(
     return found
 
 
-async def _play(pool: Pool, tasks: Iterator[Mapping[str, Any]], act: Act, found: Measured, max_turns: int) -> None:
+async def _play(pool: Worlds, tasks: Iterator[Mapping[str, Any]], act: Act, found: Measured, max_turns: int) -> None:
     """Episode after episode, until it is cancelled or the tasks are over."""
     for task in tasks:
         episode, turns, begin = "", list[float](), time.perf_counter()
