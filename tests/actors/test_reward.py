@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 import pytest
+from child_processes import gone, read_pid
 
 from actors.reward import RewardActor, RewardClient, RewardConfig, RewardFunction, RewardScorer, Sample
 from forge.errors import ConfigError, RewardError
@@ -101,28 +101,6 @@ def with_scorer(cfg: RewardConfig, body: Callable[[RewardScorer], Awaitable[T]])
             return await body(scorer)
 
     return asyncio.run(main())
-
-
-def gone(pid: int, patience_s: float = 20.0) -> bool:
-    """Whether the process ends within `patience_s`; a zombie has ended."""
-    end = time.monotonic() + patience_s
-    while time.monotonic() < end:
-        try:
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                return True
-        except psutil.NoSuchProcess:
-            return True
-        time.sleep(0.02)
-    return False
-
-
-def read_pid(path: Path, patience_s: float = 60.0) -> int:
-    end = time.monotonic() + patience_s
-    while time.monotonic() < end:
-        if path.exists() and (text := path.read_text()):
-            return int(text)
-        time.sleep(0.02)
-    raise AssertionError(f"no process wrote its id to {path}")
 
 
 def test_the_total_is_the_weighted_sum_and_the_parts_are_the_bare_values(user_module: str) -> None:

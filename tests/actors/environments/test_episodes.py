@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from guessing import Guessing
-from tokenizers import AddedToken
-from transformers import AutoTokenizer
+from talking import chat_template
 
 from actors.environments.config import EnvironmentConfig
 from actors.environments.episodes import EnvironmentRollout, EpisodesConfig, Player
@@ -19,23 +18,14 @@ from actors.environments.templates import ChatTemplate
 from actors.environments.tool_calls import ParsedAnswer
 from actors.rollout import Rollout
 from actors.vllm_engine import Completion
-from apps.grpo.models import resolve_model
 from forge.batch import check_batch
 from forge.data import Prompt
 from forge.errors import ConfigError, EnvironmentFailed
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
 
 @pytest.fixture(scope="module")
 def template() -> ChatTemplate:
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model("smollm2"))
-    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken(t) for t in ("<|im_start|>", "<|im_end|>")]})
-    tokenizer.chat_template = CHATML
-    return ChatTemplate(tokenizer)
+    return chat_template()
 
 
 class Scripted:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import importlib
 import os
 import pickle
 from collections.abc import Awaitable, Callable
@@ -34,14 +33,7 @@ T = TypeVar("T")
 ON, DONE = Action("on"), Action("done")
 PATIENCE_S = 60.0
 
-
-@pytest.fixture(autouse=True)
-def worlds(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`worlds.py`, as a user's module, here and in processes."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    module = importlib.import_module("worlds")
-    module.Waiting.alive = module.Waiting.closed = 0
-    return module
+pytestmark = pytest.mark.usefixtures("worlds")
 
 
 def waiting(**settings: Any) -> EnvironmentConfig:

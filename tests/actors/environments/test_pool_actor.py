@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,14 +17,7 @@ from forge.mesh import Cluster, Placement
 ON, DONE = Action("on"), Action("done")
 PATIENCE_S = 60.0
 
-
-@pytest.fixture(autouse=True)
-def worlds(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`worlds.py`, as a user's module, here and in processes."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    module = importlib.import_module("worlds")
-    module.Waiting.alive = module.Waiting.closed = 0
-    return module
+pytestmark = pytest.mark.usefixtures("worlds")
 
 
 async def until_idle(client: EnvironmentClient) -> None:

@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
 import psutil
 import pytest
+from child_processes import gone, read_pid
 
 from actors.environments.base import Action, Observation
 from actors.environments.process import EnvironmentProcess
@@ -23,33 +23,7 @@ T = TypeVar("T")
 ROOT = Path(__file__).parents[3]
 LONG_S = 60.0
 
-
-@pytest.fixture(autouse=True)
-def worlds_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`worlds.py`, as a user's module, here and in processes."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-
-
-def gone(pid: int, patience_s: float = 20.0) -> bool:
-    """Whether the process ends within `patience_s`; a zombie has ended."""
-    end = time.monotonic() + patience_s
-    while time.monotonic() < end:
-        try:
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                return True
-        except psutil.NoSuchProcess:
-            return True
-        time.sleep(0.02)
-    return False
-
-
-def read_pid(path: Path, patience_s: float = 60.0) -> int:
-    end = time.monotonic() + patience_s
-    while time.monotonic() < end:
-        if path.exists() and (text := path.read_text()):
-            return int(text)
-        time.sleep(0.02)
-    raise AssertionError(f"no process wrote its id to {path}")
+pytestmark = pytest.mark.usefixtures("worlds")
 
 
 def with_process(body: Callable[[EnvironmentProcess], Awaitable[T]]) -> T:
