@@ -40,7 +40,7 @@ LAUNCH_VARIABLES = {
     "TORCHELASTIC_RUN_ID",
 }
 # Imported by benchmarks only, from a virtual environment of their own.
-PEERS = {"ray", "torchrl", "trl"}
+PEERS = {"fastmcp", "openenv", "ray", "torchrl", "trl", "verifiers"}
 
 
 def python_files(*folders: str) -> list[Path]:

@@ -11,16 +11,16 @@ from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservatio
 from openenv.core.env_server.types import Action, Observation, State  # type: ignore[import-not-found]
 
 
-class Said(Action):  # type: ignore[misc]
+class Said(Action):
     message: str
     loud: bool = False
 
 
-class Heard(Observation):  # type: ignore[misc]
+class Heard(Observation):
     echo: str
 
 
-class Echo(Environment):  # type: ignore[misc]
+class Echo(Environment):
     """Says back what was said; three times, then it is over."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
@@ -41,7 +41,7 @@ class Echo(Environment):  # type: ignore[misc]
         return State()
 
 
-class Sums(MCPEnvironment):  # type: ignore[misc]
+class Sums(MCPEnvironment):
     """Offers a tool."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
