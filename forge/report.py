@@ -83,7 +83,7 @@ class RunLog:
     """All that a run writes and shows, behind one call a step.
 
     `live` None shows the bar on a terminal and plain lines elsewhere; False gives plain lines always, as
-    a debugger needs them. Raises ConfigError or RunFolderError as `RunFolder` does.
+    a debugger needs them. Plain lines begin with `label`. Raises ConfigError or RunFolderError as `RunFolder` does.
     """
 
     def __init__(
@@ -94,6 +94,7 @@ class RunLog:
         *,
         name: str = "run",
         live: bool | None = None,
+        label: str = "",
         console: Console | None = None,
     ) -> None:
         check_run(cfg)
@@ -113,7 +114,7 @@ class RunLog:
         self._terminal: Terminal | None = None
         if cfg.progress:
             live = self._console.is_terminal if live is None else live
-            self._terminal = Terminal(self._console, total_steps, live=live)
+            self._terminal = Terminal(self._console, total_steps, live=live, label=label)
         self.note(f"run folder {self.folder.path}" + (f", going on behind step {last_step}" if cfg.resume else ""))
 
     def __enter__(self) -> RunLog:
@@ -192,8 +193,10 @@ class Terminal:
         total_steps: int,
         *,
         live: bool,
+        label: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._label = label
         self._console, self._total, self._clock = console, total_steps, clock
         self._bar = _Bar(console, total_steps) if live else None
         self._recent: deque[tuple[Number, Number]] = deque(maxlen=_RECENT_STEPS)
@@ -232,7 +235,7 @@ class Terminal:
             self._queue.put(action)
 
     def _print(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(self._label + text, markup=False, highlight=False, soft_wrap=True)
 
     def _work(self) -> None:
         # Nobody reads any more (SystemExit is rich's word for a broken pipe): training goes on unseen.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from actors.rollout import Rollout, rollout_group
@@ -40,6 +41,10 @@ class Run:
     log: RunLog
     rollout: Callable[..., Awaitable[Rollout | None]] = rollout_group
     """From a ticket's prompt to its group; None drops it. Called like `actors.rollout.rollout_group`."""
+    waiting: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Entered while the train loop waits for a batch."""
+    ended: Callable[[], Awaitable[object]] | None = None
+    """Awaited behind the last step and its checkpoint, while the generators still serve."""
     meter: Meter = field(init=False)
     saver: Saver = field(init=False)
     episodes: list[EpisodeRecord] = field(default_factory=list)
@@ -93,7 +98,7 @@ async def train_loop(run: Run) -> None:
     """Waits for a batch, never for a generator or a transfer."""
     actors, meter, version = run.actors, run.meter, run.log.start
     while version < run.cfg.trainer.steps:
-        with meter.timed("time/wait_batch_s"):
+        with meter.timed("time/wait_batch_s"), run.waiting():
             batch = await run.log.patiently(actors.replay.sample(version, actors.trainer.num_shards), run.why_waiting)
         if batch is None:
             break
@@ -154,6 +159,8 @@ async def train(run: Run, cluster: Cluster, stopping: Stopping) -> None:
         for task in (*rollouts, progress):
             task.cancel()
         await weights
+        if run.ended is not None:
+            await run.ended()
         run.memory |= await actors.shut_down()
         for task in watchers:
             task.cancel()

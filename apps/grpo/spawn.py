@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 from transformers import AutoTokenizer, GenerationConfig
@@ -18,8 +18,8 @@ from actors.generator import GeneratorActor, GeneratorConfig, Generators, Progre
 from actors.lora import targets_of_model
 from actors.model import load_config, pick_dtype
 from actors.reference import ReferenceActor, ReferenceClient
-from actors.reward import RewardActor, RewardClient
 from actors.reward_model import RewardModelActor, RewardModelClient
+from actors.reward_pools import RewardPools, start_rewards
 from actors.rollout import References, RewardModels, Rewards
 from actors.router_replay import check_routed
 from actors.tensor_parallel import check_tensor_parallel
@@ -30,7 +30,6 @@ from actors.value_model import check_vocabulary
 from apps.grpo.config import AppConfig
 from apps.grpo.models import resolve_model
 from forge.data import DataConfig, PromptStream, load_task, make_encoder
-from forge.mesh import Cluster
 from forge.report import RunLog
 from replay.actor import ReplayActor, ReplayClient
 from replay.events import Tokens
@@ -47,6 +46,21 @@ QUIET = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "TORCH_LOGS": "-all",
 }
+
+
+class Meshes(Protocol):
+    """Where actors are spawned, as they are by `forge.mesh.Cluster`: a whole cluster, or one policy's part of it."""
+
+    @property
+    def device(self) -> Literal["cpu", "cuda"]: ...
+
+    def procs(self, role: str) -> int: ...
+
+    def replicas(self, role: str) -> int: ...
+
+    def same_host(self, *roles: str) -> bool: ...
+
+    async def spawn(self, role: str, actor_class: type[Any], *args: Any, **kwargs: Any) -> Any: ...
 
 
 @dataclass
@@ -69,14 +83,14 @@ class Actors:
         memory = await self.generators.peak_memory()
         await self.generators.shutdown()
         await self.replay.shut_down()
-        if isinstance(self.reward, RewardClient):
+        if isinstance(self.reward, RewardPools):
             await self.reward.shutdown()
         return memory
 
 
 async def spawn_actors(
     cfg: AppConfig,
-    cluster: Cluster,
+    cluster: Meshes,
     log: RunLog,
     reward: Rewards | None = None,
     *,
@@ -187,7 +201,7 @@ def _staging(cfg: AppConfig, spec: ModelSpec) -> str:
 
 async def start_trainer(
     cfg: AppConfig,
-    cluster: Cluster,
+    cluster: Meshes,
     spec: ModelSpec,
     state: Path | None = None,
     *,
@@ -230,7 +244,7 @@ async def _critic(cfg: AppConfig, policy: str) -> CriticConfig | None:
     return replace(cfg.critic, model=model)
 
 
-async def _start_reward_model(cfg: AppConfig, cluster: Cluster, spec: ModelSpec) -> RewardModelClient:
+async def _start_reward_model(cfg: AppConfig, cluster: Meshes, spec: ModelSpec) -> RewardModelClient:
     model = await asyncio.to_thread(resolve_model, cfg.reward.model)
     await asyncio.to_thread(check_vocabulary, model, spec.path, option="reward.model")
     mesh = await cluster.spawn(
@@ -247,7 +261,7 @@ async def _start_reward_model(cfg: AppConfig, cluster: Cluster, spec: ModelSpec)
 
 async def _start_generator(
     cfg: AppConfig,
-    cluster: Cluster,
+    cluster: Meshes,
     spec: ModelSpec,
     generator: GeneratorConfig,
     index: int,
@@ -282,15 +296,11 @@ async def _start_generator(
     return replica
 
 
-async def _start_reward(cfg: AppConfig, cluster: Cluster, own: Rewards | None) -> Rewards:
-    if own is not None:
-        return own
-    client = RewardClient(await cluster.spawn("reward", RewardActor, cfg.reward, inline=cfg.mesh.debug))
-    await client.setup()
-    return client
+async def _start_reward(cfg: AppConfig, cluster: Meshes, own: Rewards | None) -> Rewards:
+    return own if own is not None else await start_rewards(cfg.reward, cluster.spawn, inline=cfg.mesh.debug)
 
 
-async def _start_replay(cfg: AppConfig, cluster: Cluster, model: str, log: RunLog) -> ReplayClient:
+async def _start_replay(cfg: AppConfig, cluster: Meshes, model: str, log: RunLog) -> ReplayClient:
     journal = None
     if cfg.replay.journal:
         run = f"{cfg.data.task}, group_size {cfg.grpo.group_size}, seed {cfg.seed}"
@@ -325,7 +335,7 @@ def open_prompts(data: DataConfig, model: str, seed: int) -> PromptStream:
     return make_prompts(data, AutoTokenizer.from_pretrained(model), seed)
 
 
-async def start_reference(trainer: TrainerConfig, cluster: Cluster, spec: ModelSpec) -> ReferenceClient:
+async def start_reference(trainer: TrainerConfig, cluster: Meshes, spec: ModelSpec) -> ReferenceClient:
     """The frozen model of `spec`, which is a teacher where its folder is another than the trainer's."""
     mesh = await cluster.spawn("reference", ReferenceActor, spec, microbatch_tokens=trainer.microbatch_tokens)
     client = ReferenceClient(mesh, trainer)

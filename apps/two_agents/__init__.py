@@ -1,0 +1,1 @@
+"""Two policies in one episode: a proposer writes tasks, a solver answers them; both are trained."""
