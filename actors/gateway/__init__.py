@@ -30,4 +30,9 @@ comes token by token, but all at once.
     chat.py           one chat call, from what is new to an answer on record
     gateway.py        sessions, generators and journals together: what a trainer uses
     server.py         HTTP
+    agents.py         how an agent is run: a function or a program, as an environment of one step
+    rollout.py        from a task to a group by way of agents' sessions
+
+A client whose answer was lost asks again; its session may have gone to another server meanwhile, by way of a journal.
+That one tells it the answer that is on record, if there is one, so that no answer is trained that nobody heard.
 """

@@ -7,6 +7,7 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from actors.environments.templates import ChatTemplate, Message
 from actors.environments.tool_calls import Parses
@@ -47,11 +48,21 @@ class Policy:
         seed = session.next_seed(prompt) if request.seed is None else request.seed & 0x7FFFFFFF
         answer = await self._generate(prompt, seed, limit, f"{session.id}/{call.conversation}")
         said = await loop.run_in_executor(self.thread, spoken, self.template, answer, request.stop, len(prompt))
-        message, reasoning = self._message(said, call)
+        message, reasoning = self._message(said, call.tools, call.number)
         id = f"chatcmpl-{uuid.uuid4().hex}"
         turn = session.record(id, call, given, said.answer, message)
-        created = int(time.time())
-        return ChatAnswer(id, created, self.config.model, message, reasoning, said, len(prompt)), turn
+        return self._answer(id, message, reasoning, said, len(prompt)), turn
+
+    async def again(self, session: Session, turn: Turn, request: ChatRequest) -> ChatAnswer:
+        """The answer of a turn that is on record."""
+        prompt = len(session.tokens(turn.parent)) + len(turn.given)
+        read = asyncio.get_running_loop().run_in_executor
+        said = await read(self.thread, spoken, self.template, turn.answer, request.stop, prompt)
+        _, reasoning = self._message(said, turn.tools, 0)
+        return self._answer(turn.id, turn.message, reasoning, said, prompt)
+
+    def _answer(self, id: str, message: Message, reasoning: str, said: Spoken, prompt: int) -> ChatAnswer:
+        return ChatAnswer(id, int(time.time()), self.config.model, message, reasoning, said, prompt)
 
     def _room(self, session: Session, prompt: int) -> int:
         most = min(session.limits.max_tokens or self.config.max_tokens, self.config.max_tokens)
@@ -76,12 +87,12 @@ class Policy:
             )
         return answer
 
-    def _message(self, said: Spoken, call: Call) -> tuple[Message, str]:
+    def _message(self, said: Spoken, tools: list[dict[str, Any]], number: int) -> tuple[Message, str]:
         """The answer as the agent gets it, and its thoughts. Text that only looks like a call stays text."""
         if self.parser is None:
             return {"role": "assistant", "content": said.text}, ""
-        parsed = self.parser.parse(said.text, call.tools, number=call.number)
-        if parsed.tool_calls and not call.tools:
+        parsed = self.parser.parse(said.text, tools, number=number)
+        if parsed.tool_calls and not tools:
             return {"role": "assistant", "content": said.text}, ""
         message: Message = {"role": "assistant", "content": parsed.content}
         if parsed.tool_calls:

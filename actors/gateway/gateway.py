@@ -65,6 +65,7 @@ class Gateway:
     async def __aenter__(self) -> Gateway:
         """Reads the journal and listens. ConfigError where it cannot listen at its address."""
         for session in self._journal.load() if self._journal else ():
+            session.resumed()
             self._add(session)
         await self._server.start()
         return self
@@ -174,6 +175,7 @@ class Gateway:
         for entries in state:
             session = session_of(entries)
             if session.id not in self._sessions:
+                session.resumed()
                 self._add(session)
                 for entry in entries:
                     await self._write(session, entry)
@@ -191,12 +193,17 @@ class Gateway:
 
     # --- a chat call
 
-    async def chat(self, session: Session, request: ChatRequest) -> ChatAnswer:
+    async def chat(self, session: Session, request: ChatRequest, *, retried: bool = False) -> ChatAnswer:
         """Answers a call and puts it on record. Cancelled before that, nothing is.
+
+        A call that is `retried` gets the answer that a server had on record when it died, if there is one.
 
         Raises GatewayError where a limit is reached, the template refuses the messages, the generators fail, or the
         time is over.
         """
+        session.check_open(time.time())
+        if retried and (turn := session.unheard(request.messages, request.tools)) is not None:
+            return await self._policy.again(session, turn, request)
         call = session.begin(request.messages, request.tools, time.time())
         task = asyncio.current_task()
         assert task is not None

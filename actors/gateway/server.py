@@ -42,6 +42,8 @@ _WAITING = 2048
 """Connections that may wait to be accepted."""
 _GONE = 499
 """For a client that went away; nobody reads it."""
+_RETRIES = "x-stainless-retry-count"
+"""How often the openai client has sent this request before."""
 _log = logging.getLogger(__name__)
 
 
@@ -137,7 +139,8 @@ def routes(gateway: Gateway) -> FastAPI:
     async def chat(request: Request) -> Response:
         session = gateway.session_of_key(_bearer(request))
         asked = chat_request(await _body(request, gateway.config.max_request_bytes), gateway.config)
-        answer = await _unless_gone(request, gateway.chat(session, asked))
+        retried = request.headers.get(_RETRIES, "0") != "0"
+        answer = await _unless_gone(request, gateway.chat(session, asked, retried=retried))
         if answer is None:
             return Response(status_code=_GONE)
         if asked.stream:

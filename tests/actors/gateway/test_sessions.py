@@ -384,3 +384,17 @@ def test_wrong_options_are_named() -> None:
             config.validate()
     with pytest.raises(ConfigError, match="no limit max_turn; it has max_turns"):
         SessionLimits().changed(max_turn=3)
+
+
+def test_only_a_client_that_asks_again_behind_a_crash_is_told_what_was_on_record() -> None:
+    agent = Agent()
+    agent.ask([user("q")], "a")
+    assert agent.session.unheard([user("q")], []) is None, "nothing is lost while the server lives"
+    session = session_of(state_of(agent.session))
+    session.resumed()
+    assert session.unheard([user("p")], []) is None
+    assert session.unheard([user("q")], [{"type": "function", "function": {"name": "look"}}]) is None
+    turn = session.unheard([user("q")], [])
+    assert turn is not None
+    assert turn.id == "turn0"
+    assert session.unheard([user("q")], []) is None, "a second equal call is another one"
