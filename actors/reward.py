@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import logging
-import math
 import pkgutil
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
 from monarch.actor import Actor, concurrent_endpoint, endpoint
 
+from actors.reward_config import RewardConfig, RewardFunction, RewardPool
 from actors.reward_process import RewardProcess
 from actors.reward_worker import Sample, evaluate
-from forge.errors import ConfigError
 from forge.mesh import within
 
 __all__ = [
@@ -31,6 +29,7 @@ __all__ = [
     "RewardClient",
     "RewardConfig",
     "RewardFunction",
+    "RewardPool",
     "RewardScorer",
     "Sample",
     "Scores",
@@ -39,87 +38,6 @@ __all__ = [
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class RewardFunction:
-    """One reward function and its weight."""
-
-    path: str
-    """module:function; takes a Sample, returns a finite number."""
-    weight: float = 1.0
-    """Factor of its value in the total reward."""
-
-
-@dataclass
-class RewardConfig:
-    """What an episode is worth."""
-
-    functions: list[RewardFunction] = field(default_factory=list)
-    """The total reward is their weighted sum, and the reward model's."""
-    model: str = ""
-    """A reward model, with the policy's tokenizer: a sequence classifier with one label, in a folder or on the hub.
-    Its score after the last token of an episode is added to the reward. Empty: none."""
-    model_weight: float = 1.0
-    """Factor of that score in the total reward."""
-    model_turns: bool = False
-    """Score the last token of each turn instead, as a process-reward model does: the turn's tokens get that reward,
-    which loss.token_advantages must read."""
-    timeout_s: float = 10.0
-    """Seconds that a function may take over the samples of one group. One that takes longer is asked for each
-    sample alone, under the same limit."""
-    timeout_reward: float = 0.0
-    """Value of a function for a sample that alone takes longer than timeout_s."""
-    workers: int = 1
-    """Processes that score; one runs one function at a time."""
-
-    def validate(self) -> None:
-        """Raises ConfigError naming the field, its value and its limit; imports the functions."""
-        if not self.functions and not self.model:
-            raise ConfigError(
-                "reward.functions is empty; give at least one, such as [{path: apps.grpo.tasks:last_number}], "
-                "or a reward.model"
-            )
-        if not math.isfinite(self.model_weight):
-            raise ConfigError(f"reward.model_weight must be finite, got {self.model_weight}")
-        if self.model_turns and not self.model:
-            raise ConfigError("reward.model_turns is true, reward.model empty; give the model that scores turns")
-        if self.workers < 1:
-            raise ConfigError(f"reward.workers must be >= 1, got {self.workers}")
-        if not self.timeout_s > 0:
-            raise ConfigError(f"reward.timeout_s must be > 0, got {self.timeout_s}")
-        for function in self.functions:
-            if not math.isfinite(function.weight):
-                raise ConfigError(f"the weight of {function.path} must be finite, got {function.weight}")
-        paths = [function.path for function in self.functions]
-        for path in paths:
-            _check_function(path)
-            if paths.count(path) > 1:
-                raise ConfigError(f"reward.functions names {path} {paths.count(path)} times; add up its weights")
-
-    def names(self) -> list[str]:
-        """What each function is called in `Scores.parts`: its own name if unique, else its path."""
-        short = [function.path.partition(":")[2] for function in self.functions]
-        return [s if short.count(s) == 1 else f.path for s, f in zip(short, self.functions, strict=True)]
-
-
-def _check_function(path: str) -> None:
-    remedy = "give module:function, a plain function of one Sample in an importable module"
-    if path.count(":") != 1 or path.startswith("__main__:"):
-        raise ConfigError(f"reward.functions has {path!r}, which a worker process cannot import; {remedy}")
-    try:
-        function = pkgutil.resolve_name(path)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"reward.functions has {path!r}, which cannot be imported ({error}); {remedy}") from error
-    if not callable(function) or inspect.iscoroutinefunction(function):
-        kind = "an async function" if callable(function) else f"a {type(function).__name__}"
-        raise ConfigError(f"reward.functions has {path!r}, which is {kind}; {remedy}")
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError as error:
-        raise ConfigError(f"reward.functions has {path!r}, which cannot take one Sample ({error}); {remedy}") from error
-    except ValueError:
-        return  # a builtin without a signature
 
 
 @dataclass(frozen=True)

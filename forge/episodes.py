@@ -86,8 +86,8 @@ class EpisodeTokens:
         self.versions += versions
         self.earned += [0.0] * len(tokens)
 
-    def reward(self, value: float) -> None:
-        """What the turn that ends here earned; adds up where it is called again.
+    def reward(self, value: float, at: int = -1) -> None:
+        """What the turn that ends here earned, or at sampled token `at`; adds up where it is called again.
 
         Before the first sampled token nothing can have earned it: it counts for the episode alone. Raises SchemaError
         for what is no finite number.
@@ -97,7 +97,7 @@ class EpisodeTokens:
         self.total += value
         self.rewarded = True
         if self.earned:
-            self.earned[-1] += value
+            self.earned[at] += value
 
 
 def make_episodes_group(

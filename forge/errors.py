@@ -11,6 +11,7 @@
     |- MemoryBudgetError               the replay would hold more bytes of groups than it may
     |- StalenessError                  the staleness bound would be broken, or can never be met
     |- RewardError                     a reward function raised
+    |  '- RewardTimeout                a reward took too long, and its pool's policy is to fail
     |- EnvironmentFailed               an environment did not do what was asked; names its kind, task and turn
     |  |- EnvironmentTimeout(TimeoutError)  it was not done in time
     |  |- EnvironmentRaised            its code raised, or returned what it must not
@@ -78,6 +79,10 @@ class StalenessError(ForgeError):
 
 class RewardError(ForgeError):
     """A reward function raised."""
+
+
+class RewardTimeout(RewardError, TimeoutError):
+    """A reward took longer than its pool allows, whose policy is to fail then."""
 
 
 class EnvironmentFailed(ForgeError):

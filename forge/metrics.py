@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.errors import SchemaError
+from forge.trace import Trace
 
 Number = int | float
 Row = dict[str, Number | None]
@@ -162,7 +163,14 @@ class Meter:
         self._start = self._last - elapsed_s
         self._totals: dict[str, Number] = {}
         self._values: dict[str, Number] = {}
+        self._sources: list[Callable[[], Mapping[str, Number]]] = []
+        self.trace = Trace()
+        """What `timed` measures is written into it as well."""
         self._reset()
+
+    def include(self, source: Callable[[], Mapping[str, Number]]) -> None:
+        """Asks `source` for keys of its own at the end of each step; it answers at once."""
+        self._sources.append(source)
 
     def _reset(self) -> None:
         self._values = {"tokens/generated": 0}
@@ -186,7 +194,8 @@ class Meter:
         """Adds the wall time of the block to `key`, also when the block raises."""
         start = self._clock()
         try:
-            yield
+            with self.trace.span("train loop", key):
+                yield
         finally:
             self.add(key, self._clock() - start)
 
@@ -199,6 +208,8 @@ class Meter:
         wall_s = now - self._last
         lap: dict[str, Number | None] = {"time_s": now - self._start, "generator/pause_s": None}
         lap |= self._values
+        for source in self._sources:
+            lap |= source()
         waited, sampled = self._values["time/wait_batch_s"], self._values["tokens/generated"]
         lap["trainer/idle_share"] = min(1.0, waited / wall_s) if wall_s > 0 else 0.0
         lap["generator/tokens_per_s"] = sampled / wall_s if wall_s > 0 else 0.0

@@ -34,6 +34,7 @@ from forge.checkpoints import Checkpoint, Checkpoints
 from forge.errors import ConfigError, RunFolderError
 from forge.metrics import NONFINITE, Number, Row, make_row, read_rows
 from forge.run_folder import EpisodeRecord, RunFolder, check_dir
+from forge.trace import Trace
 
 T = TypeVar("T")
 _LINE_EVERY_S = 2.0
@@ -54,6 +55,9 @@ class RunConfig:
     """Show progress: a live bar on a terminal, a line every two seconds at most elsewhere."""
     tensorboard: bool = True
     """Write TensorBoard events into the run folder."""
+    trace: bool = False
+    """Write trace.json into the run folder: what the loops, generators and environments did when, for Perfetto. Of
+    apps/worlds so far."""
     checkpoint: bool = True
     """Write the final model to checkpoint/ in the run folder, in Hugging Face format."""
     resume: str | None = None
@@ -111,6 +115,9 @@ class RunLog:
         dir = cfg.resume or cfg.dir
         self.folder = RunFolder(dir, name, config_yaml, tensorboard=cfg.tensorboard, last_step=last_step)
         self.checkpoints = Checkpoints(self.folder.absolute / CHECKPOINTS, cfg.keep_checkpoints)
+        number = f"-{self.start}" if self.start else ""
+        self.trace = Trace(self.folder.absolute / f"trace{number}.json" if cfg.trace else None)
+        """What took how long; of a resumed run a file of its own."""
         self._terminal: Terminal | None = None
         if cfg.progress:
             live = self._console.is_terminal if live is None else live
@@ -173,14 +180,15 @@ class RunLog:
         """
         if self._terminal is not None:
             self._terminal.close()
+        self.trace.close()
         self.folder.close()
 
-    def print_table(self, peak_memory: Mapping[str, int] | None = None) -> None:
-        """Prints the last table; call it after `close`. `peak_memory` is bytes by role."""
+    def print_table(self, peak_memory: Mapping[str, int] | None = None, *more: RenderableType) -> None:
+        """Prints the last table, and `more` below it; call it after `close`. `peak_memory` is bytes by role."""
         table = final_table(read_rows(self.folder.metrics_path), self._total, peak_memory)
         # rich answers a reader that went away (`| head`) with SystemExit, which would hide the exit code.
         with suppress(BrokenPipeError, SystemExit):
-            self._console.print(table)
+            self._console.print(table, *more, sep="\n")
             self._console.print(f"run folder {self.folder.path}", highlight=False, markup=False, soft_wrap=True)
 
 

@@ -16,15 +16,18 @@ from typing import Any
 
 from actors.environments.base import Action, Worlds
 from actors.environments.groups import GroupPolicy, InARow, episodes_of_group
+from actors.environments.parking import Parking, Round
 from actors.environments.templates import ChatTemplate
 from actors.environments.tool_calls import Parses
 from actors.environments.transcript import Transcript
+from actors.environments.turn_scores import RewardsTurns, TurnScores
 from actors.reward import Sample, Scores
 from actors.rollout import Generates, References, RewardModels, Rewards, Rollout, episode_seed, scored
 from actors.vllm_engine import Completion
 from forge.data import Prompt
 from forge.episodes import EpisodeTokens, make_episodes_group
 from forge.errors import EnvironmentFailed
+from forge.trace import Trace
 
 
 @dataclass
@@ -35,11 +38,14 @@ class EpisodesConfig(GroupPolicy):
     """Answers of the policy in one episode, at most."""
     turn_tokens: int = 0
     """Tokens of one answer, at most; 0: as many as generator.max_model_len leaves room for."""
+    round_tokens: int = 0
+    """Sampled tokens after which an episode makes room for others and goes on under newer weights, or where nobody
+    needs its place, see actors/environments/parking.py; 0: it never does."""
 
     def validate(self, section: str = "episodes") -> None:
         """See `GroupPolicy.validate`."""
         super().validate(section)
-        self._at_least(section, max_turns=1, turn_tokens=0)
+        self._at_least(section, max_turns=1, turn_tokens=0, round_tokens=0)
 
 
 @dataclass
@@ -72,6 +78,14 @@ class Player:
     max_tokens: int
     parser: Parses | None = None
     """Finds tool calls in answers; None: there are none."""
+    trace: Trace = field(default_factory=Trace)
+    """Gets a span for each wait of an episode, in the lane of what it waits for."""
+    kind_of: Callable[[Mapping[str, Any]], str] = lambda task: "environment"
+    """The kind of environment that a task is for, which names its lane."""
+    parking: Parking = field(default_factory=Parking)
+    """Where episodes wait that have sampled their tokens of a round."""
+    rewards: RewardsTurns | None = None
+    """Scores turns while later ones are generated, of tasks that ask for it."""
 
     async def play(self, task: Mapping[str, Any], seed: int, *, name: str = "") -> Played:
         """One episode. Its environment is closed whatever happens.
@@ -80,7 +94,10 @@ class Player:
         what it was asked.
         """
         name = name or uuid.uuid4().hex
-        episode, said = await self.worlds.start(task)
+        kind = self.kind_of(task)
+        with self.trace.span(kind, name, turn=0):
+            episode, said = await self.worlds.start(task)
+        scores, round = TurnScores(self.rewards, task, self.template.decode), Round()
         try:
             transcript = Transcript(self.template, said.tools)
             transcript.observe(said.messages)
@@ -93,18 +110,24 @@ class Player:
                     break
                 limit = min(room, self.config.turn_tokens or room)
                 turn_seed = episode_seed(seed, 0, played.turns)
-                (answer,) = await self.generators.generate([tokens], [turn_seed], limit, affinity=name)
-                action = self._said(transcript, answer, said.tools)
-                step = await self.worlds.step(episode, action)
                 played.turns += 1
+                async with self.parking.turn(round, transcript.episode):
+                    with self.trace.span("generate", name, turn=played.turns):
+                        (answer,) = await self.generators.generate([tokens], [turn_seed], limit, affinity=name)
+                    action = self._said(transcript, answer, said.tools)
+                scores.ask(transcript.episode, tokens)
+                with self.trace.span(kind, name, turn=played.turns):
+                    step = await self.worlds.step(episode, action)
                 transcript.episode.reward(step.reward)
                 played.info = step.info
                 if step.done:
                     played.finish = "done"
                     break
                 transcript.observe(step.observation.messages)
+            await scores.settle(played.tokens)
             return played
         finally:
+            scores.give_up()
             await self.worlds.close(episode)
 
     def _said(self, transcript: Transcript, answer: Completion, tools: Sequence[Mapping[str, Any]]) -> Action:
@@ -162,9 +185,16 @@ class EnvironmentRollout:
         self._dropped.kept()
         group = make_episodes_group([p.tokens for p in played], group_id=group_id, turn_rewards=self._turn_rewards)
         samples = [_sample(p, prompt, decode) for p in played]
-        totals = [p.tokens.total for p in played]
-        rollout = Rollout(group, samples, Scores(totals, {"environment": totals}), cut)
+        scores = await self._scores(played, samples, reward)
+        rollout = Rollout(group, samples, scores, cut)
         return await scored(rollout, advantage, len(played), reference=reference, reward_model=reward_model)
+
+    async def _scores(self, played: Sequence[Played], samples: list[Sample], reward: Rewards | None) -> Scores:
+        """What the environment gave, and what `reward` adds for whole episodes."""
+        own = [p.tokens.total for p in played]
+        added = await reward.score(samples) if reward is not None else Scores([0.0] * len(own), {})
+        total = [sum(pair) for pair in zip(own, added.total, strict=True)]
+        return Scores(total, {"environment": own, **added.parts}, added.timeouts)
 
 
 def _sample(played: Played, prompt: Prompt, decode: Callable[[Sequence[int]], str]) -> Sample:

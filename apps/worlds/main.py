@@ -1,43 +1,40 @@
-"""GRPO in an environment: the policy speaks, the world answers, turn by turn.
+"""GRPO in environments: the policy speaks, the world answers, turn by turn.
 
     python apps/worlds/main.py                                                       # tiny reverses digits, three times
     python apps/worlds/main.py --environment.path=my_world:World --data.task=my_world:tasks --model=org/chat
 
 The loops are those of apps/grpo, and so are the options; rewards come from the environment. A row of data.task has the
-environment's task as `metadata`. The environment's pool is an actor on a mesh of its own.
+environment's task as `metadata`. Each kind of environments is an actor on a mesh of its own; of several kinds, in the
+section environments, a task's `environment` names its own, and quotas divides the groups among them.
 """
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 from transformers import AutoTokenizer
 
 from actors.environments.episodes import EnvironmentRollout, Player
-from actors.environments.pool_actor import EnvironmentActor, EnvironmentClient
+from actors.environments.parking import Parking
+from actors.environments.pool_actor import EnvironmentActor, EnvironmentClient, Environments
+from actors.environments.reports import Reports
 from actors.environments.template_check import check_template
 from actors.environments.templates import ChatTemplate
 from actors.environments.tool_calls import ToolCallParser
-from actors.reward import Sample, Scores
+from actors.reward_pools import RewardPools
 from apps.grpo.command_line import start_app
 from apps.grpo.main import Run, train
 from apps.grpo.models import resolve_model
 from apps.grpo.spawn import spawn_actors
 from apps.worlds.config import WorldsConfig, plan_run
+from apps.worlds.kinds import divided, shares_of
 from forge import config
 from forge.launch import Hosts, Stopping
 from forge.mesh import Cluster
 from forge.report import RunLog
-
-
-class FromTheWorld:
-    """Stands where reward functions stand, and is never asked."""
-
-    async def score(self, samples: list[Sample]) -> Scores:
-        """Raises, since the environment has given the rewards already."""
-        raise AssertionError(f"{len(samples)} samples came to be scored; their environment has done that")
 
 
 def make_template(cfg: WorldsConfig, model: str) -> ChatTemplate:
@@ -49,30 +46,58 @@ def make_template(cfg: WorldsConfig, model: str) -> ChatTemplate:
     return ChatTemplate(tokenizer, cfg.data.template_args)
 
 
+async def spawn_worlds(cfg: WorldsConfig, cluster: Cluster) -> dict[str, EnvironmentClient]:
+    """The pool of each kind, on a mesh of its own."""
+    clients = {}
+    for name, kind in cfg.kinds.items():
+        role = f"environment_{name}" if cfg.environments else name
+        clients[name] = EnvironmentClient(await cluster.spawn(role, EnvironmentActor, kind, name), kind, name=name)
+    return clients
+
+
+async def make_player(cfg: WorldsConfig, worlds: Environments, run: Run, template: ChatTemplate) -> Player:
+    """What episodes are played with."""
+    parser = await asyncio.to_thread(ToolCallParser, cfg.tool_parser, template.tokenizer) if cfg.tool_parser else None
+    actors = run.actors
+    places = len(actors.generators.replicas) * cfg.generator.max_num_seqs
+    return Player(
+        worlds,
+        actors.generators,
+        template,
+        cfg.episodes,
+        cfg.generator.max_model_len,
+        parser,
+        trace=run.log.trace,
+        kind_of=worlds.kind_of,
+        parking=Parking(cfg.episodes.round_tokens, places),
+        rewards=actors.reward if isinstance(actors.reward, RewardPools) else None,
+    )
+
+
 async def main(cfg: WorldsConfig, hosts: Hosts, stopping: Stopping) -> None:
-    """As `apps.grpo.main.main`, with an environment for prompts and rewards."""
+    """As `apps.grpo.main.main`, with environments for prompts and rewards."""
     placement, live = plan_run(cfg, hosts.slots_per_host, hosts.num_hosts), False if cfg.mesh.debug else None
     with RunLog(cfg.run, config.to_yaml(cfg), cfg.trainer.steps, name=f"worlds-{cfg.model}", live=live) as log:
+        if cfg.quotas:
+            cfg = replace(cfg, data=divided(cfg.data, shares_of(list(cfg.kinds), cfg.quotas), cfg.seed))
         async with Cluster(hosts, placement, debug=cfg.mesh.debug) as cluster:
             with stopping.at_once():
                 model = await asyncio.to_thread(resolve_model, cfg.model)
                 template = await asyncio.to_thread(make_template, cfg, model)
-                stop = template.end_of_turn[:1]
-                run = Run(cfg, await spawn_actors(cfg, cluster, log, FromTheWorld(), stop=stop), log)
-                worlds = EnvironmentClient(
-                    await cluster.spawn("environment", EnvironmentActor, cfg.environment), cfg.environment
-                )
-                parser = (
-                    await asyncio.to_thread(ToolCallParser, cfg.tool_parser, template.tokenizer)
-                    if cfg.tool_parser
-                    else None
-                )
-            limit = cfg.generator.max_model_len
-            player = Player(worlds, run.actors.generators, template, cfg.episodes, limit, parser)
-            run.rollout = EnvironmentRollout(player, turn_rewards=cfg.loss.per_token)
-            await train(run, cluster, stopping)
+                run = Run(cfg, await spawn_actors(cfg, cluster, log, stop=template.end_of_turn[:1]), log)
+                pools = await spawn_worlds(cfg, cluster)
+                worlds = Environments(pools)
+                player = await make_player(cfg, worlds, run, template)
+            reports = Reports(pools, worlds.kind_of)
+            run.rollout = reports.counting(EnvironmentRollout(player, turn_rewards=cfg.loss.per_token))
+            run.meter.include(reports.row)
+            run.meter.include(player.parking.row)
+            run.meter.trace = log.trace
+            async with reports.gathering():
+                await train(run, cluster, stopping)
             await worlds.shutdown()
-    log.print_table(run.memory)
+        reports.write(log.folder.absolute / "environments.json")
+    log.print_table(run.memory, *reports.tables())
 
 
 def start() -> NoReturn:

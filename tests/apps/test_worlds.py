@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from statistics import fmean
 
@@ -15,6 +16,7 @@ from apps.worlds.main import make_template
 from apps.worlds.reversals import tasks
 from forge import config
 from forge.errors import ConfigError
+from forge.trace import read_spans
 from replay.recording import Recording
 
 APP = ROOT / "apps/worlds/main.py"
@@ -46,6 +48,34 @@ def test_every_turn_is_trained_as_it_was_sampled_and_older_than_the_bound_is_non
 
 
 @pytest.mark.soak
+def test_kinds_have_their_quotas_and_a_run_tells_of_each(tmp_path: Path) -> None:
+    world = "path: 'apps.worlds.reversals:Reversals'"
+    run = AppRun(
+        tmp_path / "run",
+        "--trainer.steps=3",
+        "--run.trace",
+        "--environment.path=",
+        f"--environments={{quick: {{{world}}}, slow: {{{world}}}}}",
+        "--quotas={slow: 0.25}",
+        "--data.args={kinds: [quick, quick, quick, slow], slow: {'3': 2.0, '7': 2.0}}",
+        "--episodes.round_tokens=6",
+        app=APP,
+        preset=["--config", str(PRESET)],
+    )
+    try:
+        assert run.finish(600) == 0, run.output
+    finally:
+        run.end()
+    groups = {kind: sum(row[f"extra/env/{kind}/groups"] for row in run.rows()) for kind in ("quick", "slow")}
+    assert groups["slow"] / sum(groups.values()) == pytest.approx(0.25, abs=0.1)
+    assert "slow" in run.output
+    assert "in seconds" in run.output
+    kinds = json.loads((run.folder / "environments.json").read_text())
+    assert kinds["slow"]["counts"]["steps"] > 0
+    assert {"generate", "quick", "slow", "train loop"} <= {s.lane for s in read_spans(run.folder / "trace.json")}
+
+
+@pytest.mark.soak
 def test_tiny_learns_three_answers_in_a_row(tmp_path: Path) -> None:
     run = AppRun(tmp_path / "run", "--trainer.steps=60", app=APP, preset=["--config", str(PRESET)])
     try:
@@ -61,6 +91,10 @@ def test_tiny_learns_three_answers_in_a_row(tmp_path: Path) -> None:
     [
         ("--environment.path=", "environment.path is empty"),
         ("--environment.path=apps.worlds.reversals:Nothing", "Nothing"),
+        ("--environments={quick: {path: 'apps.worlds.reversals:Reversals'}}", "environments names quick; use one"),
+        ("--quotas={slow: 0.5}", "quotas has 'slow', which is none of the environments environment"),
+        ("--episodes.round_tokens=-1", "episodes.round_tokens must be >= 0, got -1"),
+        ("--reward.pools={a: {judge: 'nowhere:Judge'}}", "nowhere"),
         ("--episodes.max_turns=0", "episodes.max_turns must be >= 1, got 0"),
     ],
 )

@@ -145,6 +145,12 @@ def test_the_longest_pause_of_a_step_is_kept() -> None:
     assert meter.lap()["generator/pause_s"] == 0.3
 
 
+def test_a_source_is_asked_once_a_step() -> None:
+    meter, asked = Meter(Clock()), iter(range(9))
+    meter.include(lambda: {"extra/asked": next(asked)})
+    assert [meter.lap()["extra/asked"] for _ in range(3)] == [0, 1, 2]
+
+
 def test_time_is_counted_also_when_the_block_raises() -> None:
     clock = Clock()
     meter = Meter(clock)

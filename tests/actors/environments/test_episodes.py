@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from talking import chat_template
 
 from actors.environments.config import EnvironmentConfig
 from actors.environments.episodes import EnvironmentRollout, EpisodesConfig, Player
+from actors.environments.parking import Parking
 from actors.environments.pool import EnvironmentPool
 from actors.environments.templates import ChatTemplate
 from actors.environments.tool_calls import ParsedAnswer
+from actors.reward import Sample, Scores
 from actors.rollout import Rollout
 from actors.vllm_engine import Completion
 from forge.batch import check_batch
@@ -264,3 +267,56 @@ def test_tool_calls_reach_the_world_numbered_and_broken_ones_with_the_reason(tem
     assert played.messages[2]["content"] == "no call: no end"
     text = template.decode(played.tokens.tokens)
     assert text.count("[f]") == 2, "what was sampled stands there, not what was made of it"
+
+
+class Rewards:
+    """Scores turns of a task by its `plus`, and whole episodes by 100; the first turns' scores come last."""
+
+    def __init__(self) -> None:
+        self.turns: list[tuple[str, str]] = []
+
+    def scores_turns(self, metadata: Mapping[str, Any]) -> bool:
+        return "plus" in metadata
+
+    async def score_turn(self, sample: Sample) -> float:
+        self.turns.append((sample.prompt, sample.completion))
+        await asyncio.sleep(0.05 / len(self.turns))
+        return float(sample.metadata["plus"]) * len(sample.prompt)
+
+    async def score(self, samples: list[Sample]) -> Scores:
+        return Scores([100.0] * len(samples), {"judge": [100.0] * len(samples)})
+
+
+def test_turns_are_scored_while_later_ones_are_generated_and_earn_at_their_last_token(template: ChatTemplate) -> None:
+    bench, rewards = Bench(template, ["3", "9", "7"]), Rewards()
+    bench.player = replace(bench.player, rewards=rewards)
+    played = asyncio.run(bench.player.play({"id": "task", "number": 7, "plus": 1e-3}, seed=0))
+    prompts = [prompt for prompt, _ in rewards.turns]
+    assert [said for _, said in rewards.turns] == [f"{number}<|im_end|>" for number in (3, 9, 7)]
+    earned = [value for value in played.tokens.earned if value]
+    own = [-0.1, -0.1, 1.0]
+    assert earned == pytest.approx([a + 1e-3 * len(b) for a, b in zip(own, prompts, strict=True)])
+    assert played.tokens.total == pytest.approx(sum(earned))
+
+
+def test_rewards_for_whole_episodes_are_added_to_what_the_environment_gives(template: ChatTemplate) -> None:
+    async def run() -> Rollout | None:
+        bench = Bench(template, ["7"])
+        prompt = Prompt(0, 0, "", [1], metadata={"id": "task", "number": 7})
+        options: dict[str, Any] = {"group_id": 0, "group_size": 2, "advantage": "grpo", "seed": 0}
+        return await bench.rollout(prompt, bench.generator, Rewards(), decode=template.decode, **options)
+
+    rollout = asyncio.run(run())
+    assert rollout is not None
+    assert rollout.group["rewards"].tolist() == pytest.approx([101.0, 101.0])
+    assert rollout.scores.parts == {"environment": [1.0, 1.0], "judge": [100.0, 100.0]}
+
+
+def test_parked_episodes_come_to_their_end_turn_by_turn(template: ChatTemplate) -> None:
+    bench = Bench(template, ["3", "9", "7"], delay_s=0.001, round_tokens=1)
+    bench.player = replace(bench.player, parking=Parking(1, places=2))
+    bench.rollout = EnvironmentRollout(bench.player, turn_rewards=True)
+    rollout = bench.run(size=6)
+    assert rollout is not None
+    assert bench.player.parking.row()["extra/episodes/parked"] > 0
+    assert rollout.group["rewards"].tolist() == pytest.approx([0.8] * 6)
