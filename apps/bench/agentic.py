@@ -26,11 +26,14 @@ from typing import Any
 
 from rich.table import Table
 
-from apps.bench.harness import agentic_run
+from apps.bench.harness import agentic_real, agentic_run
 from apps.bench.harness.agentic_cases import SETS, cases_of
 from apps.bench.harness.agentic_rows import COLUMNS, SCALING_COLUMNS, Found, goals_of, rows_of
 from apps.bench.harness.agentic_scene import BOUND_OF, PROFILES, Case
 from apps.bench.harness.result import Result, machine, rows_table, show
+
+REAL_PROFILES = ("none", "heavy")
+"""Of the set `real`, which takes minutes for each run."""
 
 
 def measured(case: Case, folder: Path, *, virtual: bool) -> Found:
@@ -58,8 +61,10 @@ def tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
     for key in dict.fromkeys((row["set"], row["horizon"], row["profile"]) for row in rows):
         kept = [row for row in rows if (row["set"], row["horizon"], row["profile"]) == key]
         kind, horizon, profile = key
-        title = f"{kind}: {horizon} turns, latency {profile} (waits stand for compute)"
-        found.append(rows_table(title, kept, SCALING_COLUMNS if kind == "scaling" else COLUMNS))
+        stand_in = "" if kind == "real" else " (waits stand for compute)"
+        title = f"{kind}: {horizon} turns, latency {profile}{stand_in}"
+        columns = {"waits": COLUMNS, "scaling": SCALING_COLUMNS, "real": agentic_real.COLUMNS}[kind]
+        found.append(rows_table(title, kept, columns))
     return found
 
 
@@ -72,12 +77,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--horizons", nargs="+", default=["1", "20", "20-50"], help="turns of an episode")
     parser.add_argument("--arms", nargs="+", choices=list(BOUND_OF), default=list(BOUND_OF))
     parser.add_argument("--seeds", type=int, default=3, help="repetitions, each with latencies of its own (3)")
+    parser.add_argument("--steps", type=int, default=60, help="of a run of the set real (60)")
     parser.add_argument("--clock", choices=("real", "virtual"), default="real")
     parser.add_argument("--scale", type=float, default=1.0, help="of all times: more hides what Python takes")
     parser.add_argument("--side-by-side", type=int, default=8, help="runs at the same time; they sleep (8)")
     folder = Path("runs/agentic")
     parser.add_argument("--folder", type=Path, default=folder, help=f"where results are kept for good ({folder})")
     options = parser.parse_args(arguments)
+    if options.steps <= agentic_real.LAST:
+        parser.error(f"--steps must be > {agentic_real.LAST}, got {options.steps}")
     for name in ("seeds", "scale", "side_by_side"):
         if not getattr(options, name) > 0:
             parser.error(f"--{name.replace('_', '-')} must be > 0, got {getattr(options, name)}")
@@ -89,11 +97,16 @@ def main() -> None:
     options = parse()
     virtual = options.clock == "virtual"
     cases = cases_of(options.sets, options.horizons, options.profiles, options.arms, options.seeds, options.scale)
-    found = measure_all(cases, options.folder, options.side_by_side, virtual=virtual)
-    rows = rows_of(found)
+    rows = rows_of(measure_all(cases, options.folder, options.side_by_side, virtual=virtual))
+    goals = goals_of(rows, options.sets)
+    if "real" in options.sets:
+        profiles = [profile for profile in REAL_PROFILES if profile in options.profiles]
+        real = (profiles, options.arms, options.seeds, options.steps, options.folder / "real")
+        rows += agentic_real.measure_real(*real)
+        goals += agentic_real.goals_of(rows)
     settings = {**vars(options), "folder": str(options.folder)}
     peaks = {"largest run": agentic_run.peak_bytes()}
-    result = Result("agentic", rows, goals_of(rows, options.sets), peaks, machine(), {"settings": settings})
+    result = Result("agentic", rows, goals, peaks, machine(), {"settings": settings})
     show(result, *tables(rows))
 
 

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from apps.bench import agentic
-from apps.bench.harness import agentic_clock, agentic_run
+from apps.bench.harness import agentic_clock, agentic_real, agentic_run
 from apps.bench.harness.agentic_cases import cases_of
 from apps.bench.harness.agentic_rows import goals_of, rows_of
 from apps.bench.harness.agentic_scene import BOUND_OF, NAIVE, PROFILES, SYNC, Case, SlowReversals, Waits
 from apps.bench.harness.result import Result, machine
+from apps.worlds.config import WorldsConfig, plan_run
+from forge import config
 
 SMALL = Case("heavy", "1", "bound 2", seed=3, steps=7, warm_up=2, decode_s=0.1)
 
@@ -150,3 +152,35 @@ def test_a_case_that_is_done_is_not_run_again(tmp_path: Path) -> None:
     (tmp_path / "waits").mkdir()
     (tmp_path / "waits" / f"{SMALL.name}.json").write_text('{"steps_per_s": 2.0}')
     assert agentic.measured(SMALL, tmp_path, virtual=False) == (SMALL, {"steps_per_s": 2.0})
+
+
+def metrics(seconds_a_step: float, rewards: list[float], stale: float = 0.0) -> list[dict[str, Any]]:
+    fixed = {"tokens/trained": 40, "tokens/generated": 50, "tokens/wasted": 5, "time/step_s": seconds_a_step / 4}
+    fixed |= {"staleness/mean": stale / 2, "staleness/max": stale}
+    return [{**fixed, "reward/mean": reward, "time_s": seconds_a_step * n} for n, reward in enumerate(rewards, 1)]
+
+
+def test_real_runs_are_compared_by_seed_in_pace_and_in_their_last_rewards() -> None:
+    sync = [metrics(2.0, [0.0] * 10 + [0.5] * 10), metrics(4.0, [0.0] * 10 + [0.7] * 10)]
+    ahead = [metrics(1.0, [0.0] * 10 + [0.52] * 10, 2), metrics(2.0, [0.0] * 10 + [0.66] * 10, 2)]
+    rows = [agentic_real.row_of("none", SYNC, sync, sync), agentic_real.row_of("none", "bound 2", ahead, sync)]
+    row = rows[1]
+    assert (row["ratio"], row["ratio_low"]) == pytest.approx((2.0, 2.0))
+    assert (row["steps_per_s"], row["tokens_per_s"], row["trainer_busy"]) == pytest.approx((0.75, 30.0, 0.25))
+    assert (row["staleness_mean"], row["staleness_max"], row["wasted_share"]) == pytest.approx((1.0, 2.0, 0.1))
+    assert row["reward_difference"] == pytest.approx(-0.01)
+    assert [goal.met for goal in agentic_real.goals_of(rows)] == [True, True]
+    worse = agentic_real.row_of("none", "bound 2", [metrics(2.1, [0.4] * 20)] * 2, sync)
+    assert [goal.met for goal in agentic_real.goals_of([rows[0], worse])] == [False, True]
+    assert [goal.met for goal in agentic_real.goals_of([])] == [False, False]
+
+
+def test_real_arms_are_options_of_the_app_and_naive_batching_is_none() -> None:
+    arms = agentic_real.arms_of(["heavy"], [SYNC, "bound 4", NAIVE])
+    assert list(arms) == ["heavy sync", "heavy bound 4"]
+    cfg = config.parse(
+        WorldsConfig, list(arms["heavy bound 4"]), default_config=Path("apps/worlds/tiny.yaml"), prog="", description=""
+    )
+    plan_run(cfg, None)
+    assert cfg.replay.max_staleness == 4
+    assert cfg.environment.kwargs == {"profile": "heavy", "unit_s": agentic_real.UNIT_S}

@@ -1,15 +1,15 @@
-"""Many runs of apps/grpo/main.py that differ in a few options and the seed; what is done already is not run again.
+"""Many runs of one app that differ in a few options and the seed; what is done already is not run again.
 
-An arm is a name and options. A run leaves `result.json` in its folder once it has ended and its last weights were
-judged: on prompts that nobody trained on, sampled as in training. That is what arms are compared by, since the rewards
-of the batches trained last are those of older weights, the older the staler.
+An arm is a name and options. A run leaves `result.json` in its folder once it has ended and was judged. Those of
+apps/grpo are judged by their last weights, on prompts that nobody trained on, sampled as in training: the rewards of
+the batches trained last are those of older weights, the older the staler.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -64,14 +64,29 @@ def _mean(rows: Sequence[Row], key: str) -> float:
     return sum(values) / max(len(values), 1)
 
 
-def run_all(arms: Arms, seeds: Sequence[int], steps: int, folder: Path, *, side_by_side: int) -> dict[str, list[Run]]:
+@dataclass(frozen=True)
+class App:
+    """What is run: program and options, and from a run's folder, rows and seed to its `Run.final`."""
+
+    command: tuple[str, ...]
+    judge: Callable[[Path, Sequence[Row], int], float]
+
+
+GRPO = App(
+    ("apps/grpo/main.py", "--config", str(PRESET)), lambda place, rows, seed: evaluate(place / "checkpoint", seed)
+)
+
+
+def run_all(
+    arms: Arms, seeds: Sequence[int], steps: int, folder: Path, *, side_by_side: int, app: App = GRPO
+) -> dict[str, list[Run]]:
     """All arms with all seeds, seeds outermost, so that what there is when time is up is as good for every arm."""
     folder.mkdir(parents=True, exist_ok=True)
     jobs = [(name, seed) for seed in seeds for name in arms]
 
     def one(job: tuple[str, int]) -> Run:
         name, seed = job
-        return run_once(name, arms[name], seed, steps, folder)
+        return run_once(name, arms[name], seed, steps, folder, app)
 
     with ThreadPoolExecutor(side_by_side) as pool:
         runs = list(pool.map(one, jobs))
@@ -81,9 +96,14 @@ def run_all(arms: Arms, seeds: Sequence[int], steps: int, folder: Path, *, side_
     return found
 
 
-def run_once(name: str, options: Sequence[str], seed: int, steps: int, folder: Path) -> Run:
+def place_of(name: str, seed: int, folder: Path) -> Path:
+    """The folder of a run."""
+    return folder / f"{name.replace(' ', '_').replace('/', '_')}-{seed}"
+
+
+def run_once(name: str, options: Sequence[str], seed: int, steps: int, folder: Path, app: App = GRPO) -> Run:
     """One run, or what is left of it. Raises RuntimeError when the app fails."""
-    place = folder / f"{name.replace(' ', '_').replace('/', '_')}-{seed}"
+    place = place_of(name, seed, folder)
     result = place / "result.json"
     if result.exists():
         return Run(**json.loads(result.read_text()))
@@ -92,14 +112,15 @@ def run_once(name: str, options: Sequence[str], seed: int, steps: int, folder: P
     for half in (place, log):
         _clear(half)
     command = [
-        *(sys.executable, "apps/grpo/main.py", "--config", str(PRESET)),
+        *(sys.executable, *app.command),
         *(f"--run.dir={place}", f"--seed={seed}", f"--trainer.steps={steps}"),
         *("--run.checkpoint_every=0", "--replay.journal=false", "--dtype=float32"),
         *options,
     ]
     env = ENV | {"OMP_NUM_THREADS": "1"}
     processes.run(command, role="controller", cwd=ROOT, env=env, deadline_s=300 + 20 * steps, log=log)
-    run = Run.of(read_rows(place / "metrics.jsonl"), evaluate(place / "checkpoint", seed))
+    rows = read_rows(place / "metrics.jsonl")
+    run = Run.of(rows, app.judge(place, rows, seed))
     result.write_text(json.dumps(asdict(run)))
     _clear(place / "checkpoint")
     return run
