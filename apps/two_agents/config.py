@@ -26,8 +26,8 @@ class EpisodeConfig:
     patience_s: float = 0.2
     """Seconds that a trainer waits for a batch before its episodes go on without a slot of the other policy's: what
     that one samples for them is not trained then."""
-    timeout_s: float = 600.0
-    """Seconds that an episode waits for the other policy before the run fails."""
+    timeout_s: float = 1200.0
+    """Seconds that an episode waits for the other policy before the run fails; longer than any step takes."""
 
     def validate(self) -> None:
         """Raises ConfigError naming the field, its value and its limit; imports the function."""
