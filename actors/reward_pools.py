@@ -67,13 +67,19 @@ class JudgePool:
                     value = await self._judge.score(sample)
             except Exception as error:
                 if isinstance(error, TimeoutError) and limit.expired():
-                    return self._late(sample)
+                    self._late(sample)
+                    return None
                 raise RewardError(f"reward pool {self._name}: {type(error).__name__}: {error}") from error
-        if isinstance(value, str) or not math.isfinite(value):
+        try:
+            number = math.nan if isinstance(value, str) else float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
             raise RewardError(f"reward pool {self._name} returned {value!r}; a reward is one finite number")
-        return float(value)
+        return number
 
     def _late(self, sample: Sample) -> None:
+        """Says so, or raises, by policy."""
         text = late(self._name, self._config, repr(sample.prompt[:200]))
         if self._config.on_timeout == "fail":
             raise RewardTimeout(text)

@@ -4,8 +4,8 @@
 
 For a run with --run.trace. Finds the longest steps of an environment, and prints how many of the generators' slots
 (generator.max_num_seqs x replicas) were in use before, during and after them. A turn that has been asked for takes a
-slot, or waits for one in the engine's queue: `slots` of them in flight are full slots. The picture needs matplotlib
-(extra `dev`).
+slot, or waits for one in the engine's queue: `slots` of them in flight are full slots. Turns a second say what came of
+it. The picture needs matplotlib (extra `dev`).
 """
 
 from __future__ import annotations
@@ -86,7 +86,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{len(slow)} steps of {slow[0].lane} took up to {longest_s:.1f} s")
     for name, (from_s, until_s) in times.items():
         one = use(steps, from_s, until_s, args.slots)
-        print(f"{name:6}  {one.seconds:6.1f} s  {one.mean:6.2f} of {args.slots} slots in use, all {one.full:.1%} of it")
+        turns = sum(from_s < span.end_s <= until_s for span in spans if span.lane == GENERATE)
+        pace = f"{turns / one.seconds:.2f} turns/s" if one.seconds else "-"
+        in_use = f"{one.mean:.2f} of {args.slots} slots in use, all {one.full:.1%} of it"
+        print(f"{name:6}  {one.seconds:6.1f} s  {in_use}, {pace}")
     if args.output:
         draw(spans, steps, slow, args.slots, args.output)
 

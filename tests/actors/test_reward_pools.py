@@ -57,7 +57,8 @@ def test_without_functions_and_pools_rewards_are_zero_and_an_unknown_pool_is_nam
 
 def test_a_judge_that_hangs_delays_only_the_samples_of_its_pool() -> None:
     async def work() -> tuple[list[str], list[float]]:
-        rewards, order = pools(stalled=judge(timeout_s=3600.0), quick=judge()), []
+        rewards = pools(stalled=judge(timeout_s=3600.0), quick=judge())
+        order: list[str] = []
 
         async def score(name: str, answer: Any) -> list[float]:
             total = (await rewards.score([sample(answer, name)])).total

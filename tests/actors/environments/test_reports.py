@@ -102,7 +102,7 @@ def test_groups_are_counted_by_their_kind_and_as_shares() -> None:
             return None if prompt.answer == "drop" else prompt
 
         counted = reports.counting(rollout)
-        waiting = asyncio.create_task(counted(Prompt(0, 0, "", [1], "wait", {"environment": "slow"})))
+        waiting = asyncio.ensure_future(counted(Prompt(0, 0, "", [1], "wait", {"environment": "slow"})))
         await asyncio.sleep(0)  # it begins
         for answer in ("good", "good", "good", "drop"):
             await counted(Prompt(0, 0, "", [1], answer, {"environment": "quick"}))
