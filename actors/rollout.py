@@ -38,7 +38,7 @@ class Generates(Protocol):
 
 
 class Rewards(Protocol):
-    """Anything that scores samples: `actors.reward.RewardClient`, or a user's own judge."""
+    """Anything that scores samples: `actors.reward_pools.RewardPools`, or a user's own judge."""
 
     async def score(self, samples: list[Sample]) -> Scores: ...
 
