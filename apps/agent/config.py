@@ -37,11 +37,11 @@ class AgentAppConfig(AppConfig):
         self.agent.validate()
         self.episodes.validate()
         gateway_config(self).validate()
-        if self.reward.model or self.reward.functions:
-            named = self.reward.model or ", ".join(one.path for one in self.reward.functions)
+        named = [self.reward.model, *(one.path for one in self.reward.functions), *self.reward.pools]
+        if any(named):
             raise ConfigError(
-                f"section reward names {named}: it scores rows, of which a session may have several; leave it empty "
-                "and have the agent score itself"
+                f"section reward names {', '.join(filter(None, named))}: it scores rows, of which a session may have "
+                "several; leave it empty and have the agent score itself"
             )
         if self.gateway.journal:
             raise ConfigError(

@@ -21,6 +21,7 @@ from typing import NoReturn
 from transformers import AutoTokenizer
 
 from actors.environments.pool_actor import EnvironmentActor, EnvironmentClient
+from actors.environments.reports import Reports
 from actors.environments.template_check import check_template
 from actors.environments.templates import ChatTemplate
 from actors.environments.tool_calls import ToolCallParser
@@ -66,11 +67,15 @@ async def main(cfg: AgentAppConfig, hosts: Hosts, stopping: Stopping) -> None:
                 run = Run(cfg, await spawn_actors(cfg, cluster, log, stop=template.end_of_turn[:1]), log)
                 agents = await spawn_agents(cfg, cluster, folder)
             async with Gateway(run.actors.generators, template, parser, gateway_config(cfg)) as gateway:
-                options = {"turn_rewards": cfg.loss.per_token}
-                run.rollout = AgentRollout(gateway, agents, cfg.agent, cfg.episodes, **options)
-                await train(run, cluster, stopping)
+                reports, turn_rewards = Reports({"agent": agents}, lambda task: "agent"), cfg.loss.per_token
+                rollout = AgentRollout(gateway, agents, cfg.agent, cfg.episodes, turn_rewards=turn_rewards)
+                run.rollout = reports.counting(rollout)
+                run.meter.include(reports.row)
+                async with reports.gathering():
+                    await train(run, cluster, stopping)
             await agents.shutdown()
-        log.print_table(run.memory)
+        reports.write(log.folder.absolute / "environments.json")
+    log.print_table(run.memory, *reports.tables())
 
 
 def start() -> NoReturn:

@@ -70,7 +70,7 @@ async def with_a_session(
         ((CALL % "abc", "4071"), 1.0, "<|tool|>4071<eos>"),
         ((CALL % "cba", "4000"), 0.5, "<|tool|>none<eos>"),
         (("4999",), 0.25, ""),
-        ((CALL % "abc", CALL % "abc"), 0.0, "<|tool|>4071<eos>"),
+        ((CALL % "abc", CALL % "abc"), -0.1, "<|tool|>4071<eos>"),
     ],
     ids=["looked up", "wrong key", "guessed", "never answered"],
 )
@@ -266,3 +266,33 @@ def test_a_model_learns_to_use_a_tool_by_way_of_an_unmodified_agent(tmp_path: Pa
     batches = Recording(run.folder / "journal")
     for group in (group for version in batches.versions for group in batches.batch(version).groups):
         assert len(group["rewards"]) == 8, "no session failed or branched"
+
+
+TWICE = """
+from apps.agent.lookup import agent
+
+def twice(task):
+    return (agent(task) + agent({**task, "key": task["key"][::-1]})) / 2
+"""
+
+
+@pytest.mark.soak
+def test_sessions_of_two_conversations_are_groups_of_twice_as_many_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "two_talks.py").write_text(TWICE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    options = ["--trainer.steps=2", "--replay.record", "--agent.path=two_talks:twice"]
+    run = AppRun(tmp_path / "run", *options, app=APP, preset=["--config", str(PRESET)])
+    try:
+        assert run.finish(900) == 0, run.output
+    finally:
+        run.end()
+    assert len(run.rows()) == 2
+    batches = Recording(run.folder / "journal")
+    groups = [group for version in batches.versions for group in batches.batch(version).groups]
+    assert groups
+    for group in groups:
+        assert len(group["rewards"]) == 16
+        values = set(zip(group["rewards"].tolist(), group["advantages"].tolist(), strict=True))
+        assert len(values) == len({reward for reward, _ in values}), "equal rewards, equal advantages"
