@@ -26,7 +26,9 @@ SMALL = Case("heavy", "1", "bound 2", seed=3, steps=7, warm_up=2, decode_s=0.1)
 def figures(steps_per_s: float, ceiling: float, stale: float = 0.0, **more: float) -> dict[str, float]:
     names = ("tokens_per_s", "generator_busy", "trainer_busy", "staleness_mean", "wasted_share", "cpu_share")
     zeros = dict.fromkeys((*names, "turn_cpu_s", "lag_mean_s", "lag_longest_s"), 0.0)
-    return {**zeros, "steps_per_s": steps_per_s, "ceiling_steps_per_s": ceiling, "staleness_max": stale, **more}
+    pace = {"steps_per_s": steps_per_s, "ceiling_steps_per_s": ceiling}
+    pace |= {"generated_per_s": 8 * steps_per_s, "ceiling_generated_per_s": 8 * ceiling}
+    return {**zeros, **pace, "staleness_max": stale, **more}
 
 
 @pytest.mark.parametrize("arm", ["bound 2", NAIVE])

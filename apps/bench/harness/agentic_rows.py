@@ -29,20 +29,29 @@ COLUMNS = (
     Column("stale", "staleness_mean", ".2f"),
     Column("max", "staleness_max", ".0f"),
     Column("wasted", "wasted_share", ".1%"),
-    Column("CPU", "cpu_share", ".0%"),
+    Column("CPU ms", "turn_cpu_ms", ".2f"),
     Column("lag ms", "lag_mean_ms", ".1f"),
     Column("worst", "lag_longest_ms", ".0f"),
 )
-"""ceiling: simulated x sync; share: of the ceiling; pace: steps/s over the simulated ones; lag: of the event loop."""
+"""ceiling: simulated x sync; share: of the ceiling; pace: over the simulated; CPU: of one turn of one
+episode, all parts of a run together; lag: of the event loop."""
 SCALING_COLUMNS = (
     Column("generators", "replicas"),
-    Column("tokens/s", "tokens_per_s", ".0f"),
+    Column("tokens/s", "generated_per_s", ".0f"),
     Column("x one", "ratio", ".2f"),
     Column("ceiling", "ceiling", ".2f"),
     Column("share", "share", ".2f"),
     *COLUMNS[8:],
 )
-_MEANS = ("steps_per_s", "tokens_per_s", "generator_busy", "trainer_busy", "staleness_mean", "wasted_share")
+_MEANS = (
+    "steps_per_s",
+    "tokens_per_s",
+    "generated_per_s",
+    "generator_busy",
+    "trainer_busy",
+    "staleness_mean",
+    "wasted_share",
+)
 
 
 def rows_of(found: Sequence[Found]) -> list[Row]:
@@ -72,21 +81,24 @@ def _order(case: Case) -> tuple[Any, ...]:
 
 def _row(runs: Sequence[Found], bases: Mapping[tuple[Any, ...], Mapping[str, float]]) -> Row:
     case, figures = runs[0][0], [figures for _, figures in runs]
+    # Generators are compared by what they generate: batches of one bound come in bursts.
+    key = "generated_per_s" if _scaling(case) else "steps_per_s"
     row: Row = {
         "set": "scaling" if _scaling(case) else "waits",
         **{name: getattr(case, name) for name in ("profile", "horizon", "arm", "bound", "replicas", "decode_s")},
         "seeds": len(runs),
         **{name: statistics.fmean(one[name] for one in figures) for name in _MEANS},
         "staleness_max": max(one["staleness_max"] for one in figures),
-        "pace": statistics.fmean(one["steps_per_s"] / one["ceiling_steps_per_s"] for one in figures),
+        "pace": statistics.fmean(one[key] / one[f"ceiling_{key}"] for one in figures),
         "cpu_share": statistics.fmean(one["cpu_share"] for one in figures),
+        "turn_cpu_ms": 1e3 * statistics.fmean(one["turn_cpu_s"] for one in figures),
         "lag_mean_ms": 1e3 * statistics.fmean(one["lag_mean_s"] for one in figures),
         "lag_longest_ms": 1e3 * max(one["lag_longest_s"] for one in figures),
     }
     paired = [(one, bases[_key(case)]) for case, one in runs if _key(case) in bases]
     if paired:
-        ratios = [one["steps_per_s"] / base["steps_per_s"] for one, base in paired]
-        ceilings = [one["ceiling_steps_per_s"] / base["ceiling_steps_per_s"] for one, base in paired]
+        ratios = [one[key] / base[key] for one, base in paired]
+        ceilings = [one[f"ceiling_{key}"] / base[f"ceiling_{key}"] for one, base in paired]
         mean = intervals.of_mean(ratios)
         row |= {"ratio": mean.mean, "ratio_low": mean.low, "ratio_high": mean.high}
         row |= {"ceiling": statistics.fmean(ceilings)}

@@ -59,6 +59,8 @@ class Figures:
     steps_per_s: float
     tokens_per_s: float
     """Of tokens that were trained."""
+    generated_per_s: float
+    """Tokens, whether trained or still on their way."""
     generator_busy: float
     """Share of the places that decode."""
     trainer_busy: float
@@ -67,7 +69,8 @@ class Figures:
     wasted_share: float
     """Of the generated tokens, those of groups that were thrown away."""
     ceiling_steps_per_s: float
-    """Simulated."""
+    """Simulated, as is the next."""
+    ceiling_generated_per_s: float
     cpu_share: float
     """Of one core, by the whole process."""
     turn_cpu_s: float
@@ -202,15 +205,18 @@ def _figures(case: Case, marks: list[_Mark], rows: list[Any], lag: Lag) -> Figur
     places = case.replicas * case.places
     cpu_s = end.cpu_s - begin.cpu_s
     wasted = sum(row["tokens/wasted"] for row in warm)
+    ceiling = case.ceiling()
     return Figures(
         steps_per_s=len(warm) / wall_s,
         tokens_per_s=sum(row["tokens/trained"] for row in warm) / wall_s,
+        generated_per_s=(end.tokens - begin.tokens) / wall_s,
         generator_busy=(end.decoded_s - begin.decoded_s) / wall_s / places,
         trainer_busy=(end.trained_s - begin.trained_s) / wall_s,
         staleness_mean=sum(row["staleness/mean"] for row in warm) / len(warm),
         staleness_max=max(row["staleness/max"] for row in warm),
         wasted_share=wasted / max(1, end.tokens - begin.tokens),
-        ceiling_steps_per_s=case.ceiling().steps_per_s,
+        ceiling_steps_per_s=ceiling.steps_per_s,
+        ceiling_generated_per_s=ceiling.generator_busy * places * TOKENS / case.decode_s,
         cpu_share=cpu_s / wall_s,
         turn_cpu_s=cpu_s / max(1.0, turns),
         lag_mean_s=lag.mean_s,
