@@ -88,10 +88,10 @@ class JudgePool:
 
 def late(name: str, config: RewardPool, what: str) -> str:
     """What is said of a sample that took too long."""
-    return (
-        f"reward pool {name} took more than {config.timeout_s:g} s for {what}; raise reward.pools.{name}.timeout_s, or "
-        "set its on_timeout to value"
-    )
+    said = f"reward pool {name} took more than {config.timeout_s:g} s for {what}"
+    if config.on_timeout == "value":
+        return f"{said}, whose value is {config.timeout_reward:g} then; raise reward.pools.{name}.timeout_s"
+    return f"{said}; raise reward.pools.{name}.timeout_s, or set its on_timeout to value"
 
 
 class JudgeActor(Actor):
