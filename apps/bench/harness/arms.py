@@ -72,9 +72,11 @@ class App:
     judge: Callable[[Path, Sequence[Row], int], float]
 
 
-GRPO = App(
-    ("apps/grpo/main.py", "--config", str(PRESET)), lambda place, rows, seed: evaluate(place / "checkpoint", seed)
-)
+def _last_weights(place: Path, rows: Sequence[Row], seed: int) -> float:
+    return evaluate(place / "checkpoint", seed)
+
+
+GRPO = App(("apps/grpo/main.py", "--config", str(PRESET)), _last_weights)
 
 
 def run_all(
