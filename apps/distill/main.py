@@ -20,7 +20,7 @@ from apps.grpo.spawn import spawn_actors
 from forge import config
 from forge.launch import Hosts, Stopping
 from forge.mesh import Cluster
-from forge.report import RunLog
+from forge.run_log import RunLog
 
 
 async def main(cfg: DistillConfig, hosts: Hosts, stopping: Stopping) -> None:

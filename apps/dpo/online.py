@@ -25,7 +25,7 @@ from forge import config
 from forge.launch import Hosts, Stopping
 from forge.mesh import Cluster
 from forge.metrics import Meter
-from forge.report import RunLog
+from forge.run_log import RunLog
 
 
 async def rollout_pair(*args: Any, meter: Meter, reference: References, **options: Any) -> Rollout:

@@ -19,7 +19,7 @@ from forge.losses import LossConfig
 from forge.pairing import check_pairing
 from forge.placement import MeshConfig, Placement, place
 from forge.registry import lookup
-from forge.report import RunConfig, check_run
+from forge.run_log import RunConfig, check_run
 from replay.config import ReplayConfig
 from weightsync.config import WeightSyncConfig
 

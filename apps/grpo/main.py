@@ -27,8 +27,8 @@ from forge.checkpoints import Saver
 from forge.launch import Hosts, Stopping
 from forge.mesh import Cluster
 from forge.metrics import Meter
-from forge.report import RunLog
 from forge.run_folder import EpisodeRecord
+from forge.run_log import RunLog
 from weightsync.sync import Applied
 
 

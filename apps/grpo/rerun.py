@@ -25,7 +25,7 @@ from forge.errors import ConfigError, ForgeError
 from forge.launch import Hosts, Stopping
 from forge.mesh import Cluster
 from forge.metrics import Row, read_rows
-from forge.report import CHECKPOINTS
+from forge.run_log import CHECKPOINTS
 from replay.recording import RecordedReplay, Recording
 from replay.shards import hand_over
 

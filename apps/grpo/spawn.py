@@ -30,7 +30,7 @@ from actors.value_model import check_vocabulary
 from apps.grpo.config import AppConfig
 from apps.grpo.models import resolve_model
 from forge.data import DataConfig, PromptStream, load_task, make_encoder
-from forge.report import RunLog
+from forge.run_log import RunLog
 from replay.actor import ReplayActor, ReplayClient
 from replay.events import Tokens
 from replay.persistence import JournalPlace

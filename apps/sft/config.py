@@ -12,7 +12,7 @@ from forge.data import DataConfig
 from forge.errors import ConfigError
 from forge.losses import LOSSES, LossConfig
 from forge.placement import MeshConfig, Placement, place
-from forge.report import RunConfig, check_run
+from forge.run_log import RunConfig, check_run
 
 
 @dataclass

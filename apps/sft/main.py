@@ -23,7 +23,7 @@ from forge import config
 from forge.launch import Hosts, Stopping
 from forge.mesh import Cluster, within
 from forge.metrics import METRIC_KEYS
-from forge.report import RunLog
+from forge.run_log import RunLog
 
 OF_SAMPLERS = ("ratio/", "extra/kl_behavior", "extra/engine_", "extra/staleness_", "extra/effective_")
 """Metrics that compare with the policy that sampled; nobody sampled these rows."""

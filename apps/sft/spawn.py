@@ -21,7 +21,7 @@ from forge.checkpoints import Saver
 from forge.data import PromptStream, load_task, make_encoder
 from forge.mesh import Cluster
 from forge.metrics import Meter
-from forge.report import RunLog
+from forge.run_log import RunLog
 
 
 @dataclass

@@ -12,7 +12,7 @@ from apps.two_agents.meshes import side_by_side
 from forge import registry
 from forge.errors import ConfigError
 from forge.placement import DEFAULT_POOL, MeshConfig, Placement, RoleConfig
-from forge.report import RunConfig, check_run
+from forge.run_log import RunConfig, check_run
 
 POLICIES = ("proposer", "solver")
 

@@ -38,8 +38,8 @@ from apps.two_agents.meshes import Part
 from forge import config
 from forge.launch import Hosts, Stopping
 from forge.mesh import Cluster
-from forge.report import RunLog
 from forge.run_folder import check_dir, folder_error
+from forge.run_log import RunLog
 
 
 async def main(cfg: TwoAgentsConfig, hosts: Hosts, stopping: Stopping) -> None:

@@ -34,7 +34,7 @@ from apps.worlds.kinds import divided, shares_of
 from forge import config
 from forge.launch import Hosts, Stopping
 from forge.mesh import Cluster
-from forge.report import RunLog
+from forge.run_log import RunLog
 
 
 def make_template(cfg: WorldsConfig, model: str) -> ChatTemplate:

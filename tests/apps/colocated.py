@@ -28,7 +28,7 @@ from apps.grpo.spawn import Actors, spawn_actors
 from forge import config
 from forge.launch import Hosts, Stopping
 from forge.mesh import Cluster
-from forge.report import RunLog
+from forge.run_log import RunLog
 
 Interval = tuple[float, float]
 """From when to when something was computed, by the clock that all processes of a machine share."""

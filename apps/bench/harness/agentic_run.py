@@ -38,7 +38,7 @@ from apps.grpo.main import Run, train
 from apps.grpo.models import resolve_model
 from apps.grpo.spawn import Actors
 from forge.metrics import read_rows
-from forge.report import RunConfig, RunLog
+from forge.run_log import RunConfig, RunLog
 from replay.config import ReplayConfig
 from replay.service import Replay
 from replay.staleness import num_slots

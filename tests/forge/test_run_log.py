@@ -15,8 +15,8 @@ from rich.console import Console
 
 from forge.errors import ConfigError, RunFolderError, SchemaError
 from forge.metrics import METRIC_KEYS, Row, make_row, read_rows
-from forge.report import RunConfig, RunLog, Terminal, check_run, final_table, status_line
 from forge.run_folder import EpisodeRecord
+from forge.run_log import RunConfig, RunLog, Terminal, check_run, final_table, status_line
 
 ROOT = Path(__file__).parents[2]
 
