@@ -20,6 +20,7 @@ class WorldsRewardConfig(RewardConfig):
     """What an episode is worth besides what its environment says."""
 
     needed: ClassVar[bool] = False
+    """The environment gives rewards of its own."""
 
 
 @dataclass

@@ -46,7 +46,9 @@ class Says:
     def __init__(self, template: ChatTemplate, *texts: str) -> None:
         self.template, self.texts, self.asked = template, list(texts), list[str]()
 
-    async def generate(self, prompts: Any, seeds: Any, max_new_tokens: Any = None, **options: Any) -> list[Completion]:
+    async def generate(
+        self, prompts: Any, seeds: Any, max_new_tokens: Any = None, request_id: str = "", **options: Any
+    ) -> list[Completion]:
         self.asked.append(self.template.decode(prompts[0]))
         ids = self.template.encode(self.texts.pop(0), inside=True) + self.template.end_of_turn[:1]
         return [Completion(ids, [-1.0] * len(ids), [0] * len(ids), "stop")]
@@ -150,7 +152,12 @@ class OneEngine:
         self.engine, self.stop_ids, self.answers = engine, stop_ids, list[tuple[list[int], Completion]]()
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], max_new_tokens: int | None = None, **options: Any
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        max_new_tokens: int | None = None,
+        request_id: str = "",
+        **options: Any,
     ) -> list[Completion]:
         (prompt,), (seed,) = prompts, seeds
         limit = max_new_tokens or 64 - len(prompt)
@@ -181,9 +188,9 @@ def talk(stream: bool) -> list[Mapping[str, Any]]:
 def heard(answer: Any, stream: bool) -> Mapping[str, Any]:
     if not stream:
         (choice,) = answer.choices
-        calls = [call.model_dump() for call in choice.message.tool_calls or []]
+        whole = [call.model_dump() for call in choice.message.tool_calls or []]
         logprobs = [one.logprob for one in choice.logprobs.content]
-        return {"content": choice.message.content or "", "calls": calls, "logprobs": logprobs}
+        return {"content": choice.message.content or "", "calls": whole, "logprobs": logprobs}
     content, logprobs = "", []
     calls: dict[int, Any] = {}
     for chunk in answer:

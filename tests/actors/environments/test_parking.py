@@ -45,7 +45,7 @@ async def settle() -> None:
 
 def test_an_episode_over_its_tokens_waits_while_every_place_is_taken_and_goes_on_when_one_is_free() -> None:
     async def work() -> None:
-        parking, log, weights = Parking(4, places=1), [], [0]
+        parking, log, weights = Parking(4, places=1), list[str](), [0]
         long, other, end = (Episode(parking, name, log, weights) for name in ("long", "other", "end"))
         await long.turn()
         busy = asyncio.Event()
@@ -66,7 +66,7 @@ def test_an_episode_over_its_tokens_waits_while_every_place_is_taken_and_goes_on
 
 def test_it_goes_on_when_newer_weights_have_come_and_its_tokens_keep_their_versions() -> None:
     async def work() -> None:
-        parking, log, weights = Parking(4, places=1), [], [3]
+        parking, log, weights = Parking(4, places=1), list[str](), [3]
         long, first, second = (Episode(parking, name, log, weights) for name in ("long", "first", "second"))
         await long.turn()
         hold = [asyncio.Event(), asyncio.Event()]
@@ -88,7 +88,7 @@ def test_it_goes_on_when_newer_weights_have_come_and_its_tokens_keep_their_versi
 
 def test_with_every_episode_over_its_tokens_all_come_to_their_end_without_newer_weights() -> None:
     async def work() -> None:
-        parking, log, weights = Parking(1, places=2), [], [0]
+        parking, log, weights = Parking(1, places=2), list[str](), [0]
 
         async def play(name: str) -> None:
             episode = Episode(parking, name, log, weights)
@@ -104,7 +104,7 @@ def test_with_every_episode_over_its_tokens_all_come_to_their_end_without_newer_
 
 def test_one_that_is_cancelled_takes_nobody_s_turn_with_it() -> None:
     async def work() -> None:
-        parking, log, weights = Parking(4, places=1), [], [0]
+        parking, log, weights = Parking(4, places=1), list[str](), [0]
         first, second, other = (Episode(parking, name, log, weights) for name in ("first", "second", "other"))
         await first.turn()
         await second.turn()
@@ -123,7 +123,7 @@ def test_one_that_is_cancelled_takes_nobody_s_turn_with_it() -> None:
 
 def test_without_round_tokens_nobody_waits() -> None:
     async def work() -> None:
-        parking, log, weights = Parking(0, places=1), [], [0]
+        parking, log, weights = Parking(0, places=1), list[str](), [0]
         long, other = Episode(parking, "long", log, weights), Episode(parking, "other", log, weights)
         await long.turn()
         busy = asyncio.Event()
