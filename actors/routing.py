@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -21,24 +21,28 @@ class Router:
 
     def __init__(self, remembered: int = 65536) -> None:
         self._remembered = remembered
-        self._homes: OrderedDict[str, int] = OrderedDict()
+        self._homes: OrderedDict[str, str] = OrderedDict()
 
-    def choose(self, loads: Sequence[Load], affinity: str = "") -> int:
-        """The replica's number. `affinity` names a conversation; "" has none.
+    def choose(self, loads: Mapping[str, Load], affinity: str = "") -> str:
+        """One of `loads`, by the replica's name. `affinity` names a conversation; "" has none.
 
         A conversation goes back to where it was while there is a place. It moves to where there is one, since computing
         its prefix anew costs less than a wait; and where there is none, if another is less busy by a quarter of its
         places. Others go to the fewest sequences.
         """
-        least = min(range(len(loads)), key=lambda i: (loads[i].flipping, loads[i].running / loads[i].places))
+        least = min(loads, key=lambda name: (loads[name].flipping, loads[name].running / loads[name].places))
         home = self._homes.get(affinity)
-        chosen = home if home is not None and _worth_it(loads[home], loads[least]) else least
+        chosen = home if home in loads and _worth_it(loads[home], loads[least]) else least
         if affinity:
             self._homes[affinity] = chosen
             self._homes.move_to_end(affinity)
             while len(self._homes) > self._remembered:
                 self._homes.popitem(last=False)
         return chosen
+
+    def lose(self, replica: str) -> None:
+        """The replica's prefixes are gone."""
+        self._homes = OrderedDict((name, home) for name, home in self._homes.items() if home != replica)
 
     def forget(self, affinity: str) -> None:
         """The conversation is over."""

@@ -20,6 +20,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Awaitable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeVar
@@ -38,6 +39,7 @@ from forge.placement import (
     plan_placement,
 )
 from forge.processes import RANK_ENV, RUN_ID_ENV, DeathWatch, kill_marked
+from forge.supervision import Guard, Supervisor
 
 if TYPE_CHECKING:
     from monarch.actor import Actor, MeshFailure, Point, ProcMesh
@@ -113,6 +115,8 @@ class Cluster:
         self._ending = False
         self._watchers = 0
         self._cancelled_body = False
+        self._supervisor = Supervisor(self._bury, self._end)
+        self._burials: set[asyncio.Task[None]] = set()
         self.failure: ActorFailed | None = None
 
     @property
@@ -141,13 +145,15 @@ class Cluster:
         *args: Any,
         replica: int = 0,
         env: Mapping[str, str] | None = None,
+        guard: Guard | None = None,
         **kwargs: Any,
     ) -> Any:
         """The Monarch mesh of `actor_class(*args, **kwargs)` on the processes of one replica of `role`.
 
         Returns when the processes are up; the class is imported and constructed there afterwards, and a
         failure of that shows as ActorFailed. A role that the placement does not list is one process on host
-        cores. env: more environment for the processes (in debug mode for this process).
+        cores. env: more environment for the processes (in debug mode for this process). guard: what their death
+        leads to, see `forge.supervision`; without one it ends the run, and so it does in debug mode.
         Raises ConfigError for a name that is taken or cannot name a mesh.
         """
         place = self._placement.replica(role, replica)
@@ -155,6 +161,9 @@ class Cluster:
             raise ConfigError(
                 f"role {role!r} cannot name a mesh; use letters, digits and underscores, and not {_MONARCH_LOGGER!r}"
             )
+        if guard is not None and not self._debug:
+            place = replace(place, name=guard.bind(role, place.name, self.fail))
+            self._supervisor.watch(guard)
         if place.name in self._meshes:
             raise ConfigError(f"mesh {place.name} exists already; use another role name or replica number")
         procs = self._this_process(env or {}) if self._debug else self._start_processes(place, env or {})
@@ -208,7 +217,13 @@ class Cluster:
         raise self.failure
 
     def fail(self, name: str, reason: str) -> None:
-        """Declare the actor `name` dead; the first declaration counts. Call it on the cluster's own loop."""
+        """Declare the mesh `name` dead; the first declaration counts. Call it on the cluster's own loop."""
+        if self._ending or self.failure is not None or self._supervisor.takes(name, reason):
+            return
+        self._end(name, reason)
+
+    def _end(self, name: str, reason: str) -> None:
+        """The run cannot go on without the actor `name`."""
         if self._ending or self.failure is not None:
             return
         self.failure = ActorFailed(name, reason)
@@ -216,6 +231,14 @@ class Cluster:
         if self._watchers == 0 and not self._leaving:
             self._cancelled_body = True
             self._body.cancel()
+
+    def _bury(self, name: str) -> None:
+        """Ends what is left of a dead mesh; nobody waits for it. Processes of other nodes end with their mesh."""
+        kill_marked(self._hosts.run_id, name=name)
+        if (mesh := self._meshes.pop(name, None)) is not None:
+            burial = asyncio.create_task(self._stop(name, mesh, quiet=True))
+            self._burials.add(burial)
+            burial.add_done_callback(self._burials.discard)
 
     async def __aenter__(self) -> Cluster:
         import monarch.actor
@@ -263,15 +286,19 @@ class Cluster:
 
     async def _stop_all(self) -> None:
         """Stop every mesh at once. Cancelling does not cut this short: it ends by itself at its deadline."""
-        stops = asyncio.gather(*(self._stop(name, mesh) for name, mesh in self._meshes.items()))
-        self._meshes = {}
+        stops = asyncio.ensure_future(self._stop_meshes())
         try:
             await asyncio.shield(stops)
         except asyncio.CancelledError:
             await stops
             raise
 
-    async def _stop(self, name: str, mesh: Any) -> None:
+    async def _stop_meshes(self) -> None:
+        await self._supervisor.close()
+        meshes, self._meshes = self._meshes, {}
+        await asyncio.gather(*(self._stop(name, mesh) for name, mesh in meshes.items()), *self._burials)
+
+    async def _stop(self, name: str, mesh: Any, *, quiet: bool = False) -> None:
         """Stop one mesh; processes that outlive the deadline are killed."""
         try:
             async with asyncio.timeout(self._stop_timeout_s):
@@ -279,6 +306,8 @@ class Cluster:
         except Exception as error:
             killed = kill_marked(self._hosts.run_id, name=name)
             reason = f"{type(error).__name__}: {error}".rstrip(": ")
+            if quiet:
+                return  # its processes were dead, or have been killed before
             print(f"mesh {name} did not stop ({reason}); killed {killed} process(es)", file=sys.stderr)
 
 

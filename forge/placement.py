@@ -18,15 +18,18 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from forge.errors import ConfigError
+from forge.supervision import FailurePolicy
 
 DEFAULT_POOL = "default"
 ROLES = ("trainer", "generator", "reference")
+RESPAWNED = ("generator",)
+"""Roles whose replicas can be respawned."""
 # vLLM starts its own tensor-parallel workers, so one actor process owns all the devices of a replica.
 _ONE_PROCESS_ROLES = frozenset({"generator"})
 
 
 @dataclass
-class RoleConfig:
+class RoleConfig(FailurePolicy):
     """How many processes a role gets, and from which pool of device slots."""
 
     procs: int | None = None
@@ -240,6 +243,12 @@ def _check(cfg: MeshConfig, roles: Sequence[str], slots: int) -> None:
         _check_colocated(cfg, roles)
     for role in roles:
         role_cfg: RoleConfig = getattr(cfg, role)
+        role_cfg.check(f"mesh.{role}")
+        if role_cfg.on_failure == "respawn" and role not in RESPAWNED:
+            raise ConfigError(
+                f"mesh.{role}.on_failure is respawn, but the {role}'s state is lost with its process; use end, and "
+                "--resume to go on"
+            )
         for name in ("procs", "replicas", "threads"):
             value = getattr(role_cfg, name)
             if value is not None and value < 1:
@@ -311,6 +320,11 @@ def _check_colocated(cfg: MeshConfig, roles: Sequence[str]) -> None:
         raise ConfigError(
             f"mesh.colocate is true, mesh.trainer.pool {cfg.trainer.pool!r} and mesh.generator.pool "
             f"{cfg.generator.pool!r}: they are to share their devices; name the same pool"
+        )
+    if cfg.generator.on_failure == "respawn":
+        raise ConfigError(
+            "mesh.colocate is true, mesh.generator.on_failure respawn: an engine cannot start on devices that it takes "
+            "turns on; use end"
         )
     if "critic" in roles:
         raise ConfigError(

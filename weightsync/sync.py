@@ -91,11 +91,18 @@ class _Joining:
     joined: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
+@dataclass
+class _Visit:
+    sinks: Sequence[Sink]
+    brought: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
 class WeightSync:
     """Publishes versions of one source to several sinks.
 
     Call order: `connect` once, then `publish` from the train loop and `run` as a task of its own; `join` brings in a
-    replica that comes later. Every wait ends at `config.deadline_s`.
+    replica that comes later, `visit` replicas that keep a version until their next visit. Every wait ends at
+    `config.deadline_s`.
     """
 
     def __init__(self, source: Source, sinks: Sequence[Sink], config: WeightSyncConfig | None = None) -> None:
@@ -103,6 +110,8 @@ class WeightSync:
         self._config = config or WeightSyncConfig()
         self._replicas = [_Replica(sink) for sink in sinks]
         self._joining: list[_Joining] = []
+        self._visits: list[_Visit] = []
+        self._visitors: dict[str, _Replica] = {}
         self._endpoint: Endpoint | None = None
         self._newest: _Snapshot | None = None
         self._offered = -1
@@ -176,6 +185,20 @@ class WeightSync:
         self._wake.set()
         return await joining.joined
 
+    async def visit(self, sinks: Sequence[Sink]) -> int:
+        """Brings `sinks` to the newest version, all to the same one; returns it. Before anything was published it is 0.
+
+        They keep it until their next visit: they are no part of an update, none waits for them, and `on_applied` does
+        not count them. Served behind the update of the replicas that are, while `run` runs. Raises what went wrong
+        with one of them, WeightSyncError when `run` has ended.
+        """
+        if self._ended:
+            raise WeightSyncError(f"{sinks[0].name} cannot get the newest weights: the weight loop has ended")
+        visit = _Visit(sinks)
+        self._visits.append(visit)
+        self._wake.set()
+        return await visit.brought
+
     def leave(self, sink: Sink) -> None:
         """Forgets a replica that has died: no update waits for it."""
         self._replicas = [replica for replica in self._replicas if replica.sink is not sink]
@@ -199,10 +222,11 @@ class WeightSync:
                 if version > self.applied_version:
                     self.applied_version = version
                     await on_applied(self._report(version))
+                await self._receive()
         finally:
             self._ended = True
-            for joining in self._joining:
-                joining.joined.cancel()
+            for future in (*(j.joined for j in self._joining), *(v.brought for v in self._visits)):
+                future.cancel()
 
     async def _update(self, newest: _Snapshot) -> None:
         """Brings every replica that is behind to `newest`; a failure is raised, or leaves it behind for a retry."""
@@ -287,6 +311,33 @@ class WeightSync:
                     self._replicas.append(replica)
                     joining.joined.set_result(replica.version)
             self._joining.pop(0)
+
+    async def _receive(self) -> None:
+        """Answers the visits, unless the only snapshot is being written over: then the publish that does so wakes us."""
+        while self._visits:
+            visit = self._visits[0]  # stays there until it has been answered
+            try:
+                for sink in visit.sinks:
+                    if sink.name not in self._visitors:
+                        await self._meet(replica := _Replica(sink))
+                        self._visitors[sink.name] = replica
+                newest = self._newest
+                if newest is None and self.published_version > 0:
+                    return
+                version = await self._host([self._visitors[sink.name] for sink in visit.sinks], newest)
+            except Exception as error:
+                if not visit.brought.done():
+                    visit.brought.set_exception(error)
+            else:
+                if not visit.brought.done():
+                    visit.brought.set_result(version)
+            self._visits.pop(0)
+
+    async def _host(self, visitors: Sequence[_Replica], newest: _Snapshot | None) -> int:
+        behind = [visitor for visitor in visitors if newest and visitor.version < newest.version]
+        if behind and newest and (errors := await self._bring(behind, newest)):
+            raise errors[0]
+        return visitors[0].version
 
     async def _meet(self, replica: _Replica) -> None:
         assert self._endpoint is not None, "connect comes first"

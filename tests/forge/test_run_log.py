@@ -227,7 +227,7 @@ def test_a_run_config_that_cannot_work_is_refused_before_anything_is_made(tmp_pa
 RUN = """
 import sys
 sys.path[:0] = [{root!r}, {tests!r}]
-from test_report import *
+from test_run_log import *
 log = RunLog(RunConfig(dir={dir!r}, progress={show!r} != "nothing"), "", {steps}, live={show!r} == "bar")
 if log._terminal is not None:
     log._terminal._clock = iter(range(0, 10**9, 10)).__next__
