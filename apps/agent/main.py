@@ -18,34 +18,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NoReturn
 
-from transformers import AutoTokenizer
-
 from actors.environments.pool_actor import EnvironmentActor, EnvironmentClient
 from actors.environments.reports import Reports
-from actors.environments.template_check import check_template
-from actors.environments.templates import ChatTemplate
-from actors.environments.tool_calls import ToolCallParser
 from actors.gateway.gateway import Gateway
 from actors.gateway.rollout import AgentRollout
 from apps.agent.config import AgentAppConfig, gateway_config, plan_run
 from apps.grpo.command_line import start_app
 from apps.grpo.main import Run, train
-from apps.grpo.models import resolve_model
 from apps.grpo.spawn import spawn_actors
+from apps.worlds.language import make_language
 from forge import config
 from forge.launch import Hosts, Stopping
 from forge.mesh import Cluster
 from forge.run_log import RunLog
-
-
-def make_language(cfg: AgentAppConfig) -> tuple[ChatTemplate, ToolCallParser | None]:
-    """Chat template and parser of tool calls; makes the model first. ConfigError where one does not fit the model."""
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model(cfg.model))
-    if cfg.chat_template:
-        tokenizer.chat_template = cfg.chat_template
-    check_template(tokenizer, cfg.data.template_args)
-    parser = ToolCallParser(cfg.tool_parser, tokenizer) if cfg.tool_parser else None
-    return ChatTemplate(tokenizer, cfg.data.template_args), parser
 
 
 async def spawn_agents(cfg: AgentAppConfig, cluster: Cluster, folder: str) -> EnvironmentClient:

@@ -15,35 +15,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from transformers import AutoTokenizer
-
 from actors.environments.episodes import EnvironmentRollout, Player
 from actors.environments.parking import Parking
 from actors.environments.pool_actor import EnvironmentActor, EnvironmentClient, Environments
 from actors.environments.reports import Reports
-from actors.environments.template_check import check_template
 from actors.environments.templates import ChatTemplate
 from actors.environments.tool_calls import ToolCallParser
 from actors.reward_pools import RewardPools
 from apps.grpo.command_line import start_app
 from apps.grpo.main import Run, train
-from apps.grpo.models import resolve_model
 from apps.grpo.spawn import spawn_actors
 from apps.worlds.config import WorldsConfig, plan_run
 from apps.worlds.kinds import divided, shares_of
+from apps.worlds.language import make_language
 from forge import config
 from forge.launch import Hosts, Stopping
 from forge.mesh import Cluster
 from forge.run_log import RunLog
-
-
-def make_template(cfg: WorldsConfig, model: str) -> ChatTemplate:
-    """The chat template of the run. Raises ConfigError where conversations cannot be continued by it."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    if cfg.chat_template:
-        tokenizer.chat_template = cfg.chat_template
-    check_template(tokenizer, cfg.data.template_args)
-    return ChatTemplate(tokenizer, cfg.data.template_args)
 
 
 async def spawn_worlds(cfg: WorldsConfig, cluster: Cluster) -> dict[str, EnvironmentClient]:
@@ -55,11 +43,11 @@ async def spawn_worlds(cfg: WorldsConfig, cluster: Cluster) -> dict[str, Environ
     return clients
 
 
-async def make_player(cfg: WorldsConfig, worlds: Environments, run: Run, template: ChatTemplate) -> Player:
+def make_player(
+    cfg: WorldsConfig, worlds: Environments, run: Run, template: ChatTemplate, parser: ToolCallParser | None
+) -> Player:
     """What episodes are played with."""
-    parser = await asyncio.to_thread(ToolCallParser, cfg.tool_parser, template.tokenizer) if cfg.tool_parser else None
     actors = run.actors
-    places = len(actors.generators.replicas) * cfg.generator.max_num_seqs
     return Player(
         worlds,
         actors.generators,
@@ -69,7 +57,7 @@ async def make_player(cfg: WorldsConfig, worlds: Environments, run: Run, templat
         parser,
         trace=run.log.trace,
         kind_of=worlds.kind_of,
-        parking=Parking(cfg.episodes.round_tokens, places),
+        parking=Parking(cfg.episodes.round_tokens, len(actors.generators.replicas) * cfg.generator.max_num_seqs),
         rewards=actors.reward if isinstance(actors.reward, RewardPools) else None,
     )
 
@@ -82,12 +70,11 @@ async def main(cfg: WorldsConfig, hosts: Hosts, stopping: Stopping) -> None:
             cfg = replace(cfg, data=divided(cfg.data, shares_of(list(cfg.kinds), cfg.quotas), cfg.seed))
         async with Cluster(hosts, placement, debug=cfg.mesh.debug) as cluster:
             with stopping.at_once():
-                model = await asyncio.to_thread(resolve_model, cfg.model)
-                template = await asyncio.to_thread(make_template, cfg, model)
+                template, parser = await asyncio.to_thread(make_language, cfg)
                 run = Run(cfg, await spawn_actors(cfg, cluster, log, stop=template.end_of_turn[:1]), log)
                 pools = await spawn_worlds(cfg, cluster)
                 worlds = Environments(pools)
-                player = await make_player(cfg, worlds, run, template)
+                player = make_player(cfg, worlds, run, template, parser)
             reports = Reports(pools, worlds.kind_of)
             run.rollout = reports.counting(EnvironmentRollout(player, turn_rewards=cfg.loss.per_token))
             run.meter.include(reports.row)

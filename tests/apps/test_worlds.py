@@ -10,9 +10,8 @@ import pytest
 import torch
 from app_run import ROOT, AppRun
 
-from apps.grpo.models import resolve_model
 from apps.worlds.config import WorldsConfig, plan_run
-from apps.worlds.main import make_template
+from apps.worlds.language import make_language
 from apps.worlds.reversals import tasks
 from forge import config
 from forge.errors import ConfigError
@@ -37,7 +36,7 @@ def test_every_turn_is_trained_as_it_was_sampled_and_older_than_the_bound_is_non
     assert len(rows) == 3
     assert all(row["staleness/max"] <= 1 for row in rows)
     assert rows[0]["extra/engine_mismatch"] < 1e-4, "the trainer sees what the generator saw"
-    template = make_template(parse(), str(resolve_model("tiny")))
+    template, _ = make_language(parse())
     batches = Recording(run.folder / "journal")
     for group in (group for version in batches.versions for group in batches.batch(version).groups):
         first, mask = int(group["lengths"][0]), group["loss_mask"]
