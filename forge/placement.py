@@ -25,7 +25,7 @@ ROLES = ("trainer", "generator", "reference")
 RESPAWNED = ("generator",)
 """Roles whose replicas can be respawned."""
 # vLLM starts its own tensor-parallel workers, so one actor process owns all the devices of a replica.
-_ONE_PROCESS_ROLES = frozenset({"generator"})
+_ONE_PROCESS_ROLES = frozenset({"generator", "evaluator"})
 
 
 @dataclass
@@ -69,6 +69,8 @@ class MeshConfig:
     of its own, and both train at the same time."""
     reward_model: RoleConfig = field(default_factory=RoleConfig)
     """The reward model; spawned only where reward.model is set."""
+    evaluator: RoleConfig = field(default_factory=RoleConfig)
+    """The inference engines of evaluations; spawned only where evaluation.every is set."""
 
 
 @dataclass(frozen=True)

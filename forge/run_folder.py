@@ -3,6 +3,7 @@
     runs/<name>/  config.yaml      the resolved configuration, fed back with --config
                   metrics.jsonl    one object a step, see forge/metrics.py
                   episodes.jsonl   a sample of decoded episodes
+                  evaluations.jsonl  one object an evaluation, see actors/evaluator.py
                   events.out.*     the same numbers for TensorBoard
                   checkpoints/     what a resume goes on from, see forge/checkpoints.py
                   journal/         what happened to every group, see replay/journal.py
@@ -200,7 +201,9 @@ class RunFolder:
         """The path for processes that may have another current folder."""
         self.checkpoint = self.path / "checkpoint"
         self.metrics_path = self.path / "metrics.jsonl"
-        self._queue: queue.SimpleQueue[tuple[Row, bytes, bytes, float] | None] = queue.SimpleQueue()
+        self.evaluations_path = self.path / "evaluations.jsonl"
+        """Made by the first evaluation."""
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._failure: RunFolderError | None = None
         self._told = self._closed = False
         try:
@@ -231,6 +234,10 @@ class RunFolder:
         if last_step is not None:
             self._metrics.cut(last_step)
             self._episodes.cut(last_step)
+        self._evaluations: _AppendOnly | None = None
+        if last_step is not None and self.evaluations_path.exists():
+            self._evaluations = _AppendOnly(self.evaluations_path)
+            self._evaluations.cut(last_step)
         self._events = _EventFile(self.path, last_step) if tensorboard else None
 
     def write(self, row: Row, episodes: Sequence[EpisodeRecord] = ()) -> None:
@@ -239,6 +246,16 @@ class RunFolder:
         Raises RunFolderError when an earlier write failed, or when the disk is so far behind that
         the queue is full.
         """
+        texts = b"".join(_episode_line(row["step"], episode) for episode in episodes)
+        line, now = _json_line(row), time.time()
+        self._put(lambda: self._guard(self._metrics, self._append, row, line, texts, now))
+
+    def write_evaluation(self, row: Row) -> None:
+        """The same with the figures of one evaluation, for evaluations.jsonl; `step` only grows."""
+        line, now = _json_line(row), time.time()
+        self._put(lambda: self._append_evaluation(row, line, now))
+
+    def _put(self, write: Callable[[], None]) -> None:
         self._raise_failure()
         if self._queue.qsize() >= _QUEUED_STEPS:
             self._told = True
@@ -246,8 +263,7 @@ class RunFolder:
                 f"the disk is {_QUEUED_STEPS} steps behind in {self.path} and the queue holds no more; "
                 "give --run.dir a folder on a disk that answers"
             )
-        texts = b"".join(_episode_line(row["step"], episode) for episode in episodes)
-        self._queue.put((row, _json_line(row), texts, time.time()))
+        self._queue.put(write)
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Writes what is queued, syncs, closes; a second call does nothing.
@@ -276,10 +292,10 @@ class RunFolder:
             raise self._failure
 
     def _work(self) -> None:
-        while (item := self._queue.get()) is not None:
+        while (write := self._queue.get()) is not None:
             if self._failure is None:
-                self._guard(self._metrics, self._append, *item)
-        for file in (self._metrics, self._episodes, self._events):
+                write()
+        for file in (self._metrics, self._episodes, self._evaluations, self._events):
             if file is not None:
                 self._guard(file, file.close)
 
@@ -287,6 +303,17 @@ class RunFolder:
         self._metrics.append(line)
         if episodes:
             self._guard(self._episodes, self._episodes.append, episodes)
+        if self._events is not None:
+            self._guard(self._events, self._events.append_row, row, wall_time)
+
+    def _append_evaluation(self, row: Row, line: bytes, wall_time: float) -> None:
+        if self._evaluations is None:
+            try:
+                self._evaluations = _AppendOnly(self.evaluations_path)
+            except OSError as error:
+                self._failure = folder_error(self.evaluations_path, error)
+                return
+        self._guard(self._evaluations, self._evaluations.append, line)
         if self._events is not None:
             self._guard(self._events, self._events.append_row, row, wall_time)
 

@@ -173,6 +173,10 @@ class RunLog:
             self._terminal.step(row)
         return row
 
+    def evaluation(self, row: Row) -> None:
+        """Records the figures of one evaluation, see `RunFolder.write_evaluation`. Never waits."""
+        self.folder.write_evaluation(row)
+
     def close(self) -> None:
         """Restores the terminal and closes the files; a second call does nothing.
 

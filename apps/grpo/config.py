@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from actors.critic import CriticConfig
+from actors.evaluator import EvaluationConfig
 from actors.generator import GeneratorConfig
 from actors.reward import RewardConfig
 from actors.sharding import count_shards
@@ -98,13 +99,15 @@ class AppConfig:
     """The critic of PPO."""
     weightsync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     """How new weights reach the generators."""
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """Evaluation during training."""
 
     def validate(self) -> None:
         """Raises ConfigError before any process starts."""
         check_model(self.model)
         check_run(self.run)
         sections = (self.data, self.generator, self.reward, self.grpo, self.trainer, self.loss, self.critic)
-        for section in (*sections, self.weightsync):
+        for section in (*sections, self.weightsync, self.evaluation):
             section.validate()
         check_pairing(self.loss, self.replay.max_staleness)
         if self.trainer.updates > self.grpo.groups_per_step:
@@ -127,6 +130,11 @@ class AppConfig:
             )
         self._check_scoring_models()
         self._check_colocated()
+        if self.evaluation.every and not self.reward.needed:
+            raise ConfigError(
+                f"evaluation.every is {self.evaluation.every}, but episodes of this app get their rewards where they "
+                "are played: an evaluation answers in one turn and has nobody to score it; leave it 0"
+            )
         if self.generator.max_model_len > self.trainer.microbatch_tokens:
             raise ConfigError(
                 f"trainer.microbatch_tokens is {self.trainer.microbatch_tokens}, generator.max_model_len "
@@ -154,6 +162,11 @@ class AppConfig:
         sync = self.weightsync
         if not self.mesh.colocate:
             return
+        if self.evaluation.every:
+            raise ConfigError(
+                f"mesh.colocate is true, evaluation.every {self.evaluation.every}: the engines of evaluations take no "
+                "turns on the devices; leave the latter 0"
+            )
         for option, value, other in (("staging", sync.staging, "device"), ("transport", sync.transport, "ipc")):
             if value == other:
                 raise ConfigError(
@@ -188,6 +201,7 @@ def plan_run(cfg: AppConfig, torchrun_slots: int | None, num_hosts: int = 1) -> 
         "critic": own_critic,
         "reference": cfg.loss.needs_reference,
         "reward_model": bool(cfg.reward.model),
+        "evaluator": cfg.evaluation.every > 0,
     }
     roles = ["trainer", "generator", *(role for role, wanted in optional.items() if wanted)]
     placement = place(cfg.mesh, torchrun_slots=torchrun_slots, num_hosts=num_hosts, roles=roles)

@@ -18,9 +18,11 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
+from actors.evaluator import Evaluations
 from actors.rollout import Rollout, rollout_group
 from apps.grpo.command_line import start
 from apps.grpo.config import AppConfig, plan_run
+from apps.grpo.evaluation import make_evaluations
 from apps.grpo.spawn import Actors, spawn_actors, tokens_event
 from forge import config
 from forge.checkpoints import Saver
@@ -47,6 +49,7 @@ class Run:
     """Awaited behind the last step and its checkpoint, while the generators still serve."""
     meter: Meter = field(init=False)
     saver: Saver = field(init=False)
+    evaluations: Evaluations | None = field(init=False)
     episodes: list[EpisodeRecord] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
 
@@ -56,6 +59,7 @@ class Run:
         every, record = cfg.run.checkpoint_every, cfg.replay.record
         start = self.log.start
         self.saver = Saver(self.log.checkpoints, actors.trainer, actors.replay, every, start=start, record=record)
+        self.evaluations = make_evaluations(cfg, actors, self.log)
 
     async def why_waiting(self) -> str:
         """What the train loop waits for, when it waits long."""
@@ -111,8 +115,12 @@ async def train_loop(run: Run) -> None:
         run.log.step({**numbers, **meter.lap()}, run.episodes)
         run.memory["trainer"] = result.peak_rss_bytes
         await run.saver.after_step(version)
+        if run.evaluations is not None:
+            run.evaluations.due(version)
     await run.saver.finish(version)
     await actors.replay.close()
+    if run.evaluations is not None and version == run.cfg.trainer.steps:
+        await run.evaluations.finish(version)
     actors.sync.close()
 
 
@@ -124,6 +132,13 @@ async def weight_loop(run: Run) -> None:
         await run.actors.replay.release(applied.version)
 
     await run.actors.sync.run(on_applied)
+
+
+async def evaluation_loop(run: Run) -> None:
+    """Waits for a version whose evaluation is due; nobody waits for it."""
+    if run.evaluations is not None:
+        run.evaluations.due(run.log.start)
+        await run.evaluations.run()
 
 
 async def progress_loop(run: Run) -> None:
@@ -152,11 +167,12 @@ async def train(run: Run, cluster: Cluster, stopping: Stopping) -> None:
         watchers = [tasks.create_task(cluster.watch()), tasks.create_task(_close_on(stopping, run))]
         rollouts = [tasks.create_task(rollout_loop(run)) for _ in range(actors.num_rollouts)]
         weights, progress = tasks.create_task(weight_loop(run)), tasks.create_task(progress_loop(run))
+        evaluation = tasks.create_task(evaluation_loop(run))
         await train_loop(run)
         if run.log.checkpoint is not None:
             run.log.note("writing the checkpoint")
             await actors.trainer.save(str(run.log.checkpoint), actors.model)
-        for task in (*rollouts, progress):
+        for task in (*rollouts, progress, evaluation):
             task.cancel()
         await weights
         if run.ended is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -28,9 +29,12 @@ from actors.trainer_mesh import TrainerActor, TrainerMesh
 from actors.turns import Turns
 from actors.value_model import check_vocabulary
 from apps.grpo.config import AppConfig
+from apps.grpo.evaluation import Evaluators, start_evaluators
 from apps.grpo.models import resolve_model
 from forge.data import DataConfig, PromptStream, load_task, make_encoder
+from forge.errors import WeightSyncError
 from forge.run_log import RunLog
+from forge.supervision import Guard
 from replay.actor import ReplayActor, ReplayClient
 from replay.events import Tokens
 from replay.persistence import JournalPlace
@@ -77,11 +81,30 @@ class Actors:
     trainer: TrainerMesh
     sync: WeightSync
     num_rollouts: int
+    guards: list[Guard] = field(default_factory=list)
+    """Of the replicas that are respawned when they die."""
+    _told: Counter[str] = field(default_factory=Counter)
+
+    def restarts(self) -> dict[str, int]:
+        """Restarts since this was asked last, as `extra/restarts/<role>`; see `forge.metrics.Meter.include`."""
+        now = Counter({f"extra/restarts/{guard.role}": 0 for guard in self.guards if guard.armed})
+        for guard in self.guards:
+            now[f"extra/restarts/{guard.role}"] += guard.restarts
+        new = {key: now[key] - self._told[key] for key in now}
+        self._told = now
+        return new
+
+    evaluators: Evaluators | None = None
 
     async def shut_down(self) -> dict[str, int]:
         """Lets engines and reward workers end by themselves; returns the generators' peak memory, in bytes."""
+        for guard in self.guards:
+            guard.disarm()
         memory = await self.generators.peak_memory()
         await self.generators.shutdown()
+        if self.evaluators is not None:
+            memory |= await self.evaluators.generators.peak_memory()
+            await self.evaluators.generators.shutdown()
         await self.replay.shut_down()
         if isinstance(self.reward, RewardPools):
             await self.reward.shutdown()
@@ -113,7 +136,7 @@ async def spawn_actors(
 
     turns = Turns(_longest_turn_s(cfg)) if cfg.mesh.colocate else None
 
-    same_host = cluster.same_host("trainer", "generator")
+    same_host = cluster.same_host("trainer", "generator", *(("evaluator",) if cfg.evaluation.every else ()))
     transport = transports.choose(cfg.weightsync.transport, same_host=same_host, device=_staging(cfg, spec), note=note)
     if cfg.weightsync.delta and (spec.dtype == "float32" or transport in transports.MAPPED):
         note(f"weightsync.delta saves nothing here: {spec.dtype} weights by {transport}; all of them travel")
@@ -124,14 +147,10 @@ async def spawn_actors(
         options: dict[str, Any] = {"transport": transport, "folder": weights, "turns": turns}
         trainer = tasks.create_task(start_trainer(cfg, cluster, spec, state, **options))
         ends = sorted({*stop_ids(tokenizer, model), *stop})
-        replicas = [
-            tasks.create_task(
-                _start_generator(
-                    cfg, cluster, spec, generator, index, ends, first.token_ids, turns=turns, behind=trainer
-                )
-            )
-            for index in range(cluster.replicas("generator"))
-        ]
+        start = partial(_start_generator, cfg, cluster, spec, generator, ends, first.token_ids, turns, trainer)
+        guards = [Guard(cfg.mesh.generator, note) for _ in range(cluster.replicas("generator"))]
+        replicas = [tasks.create_task(start(index, guard)) for index, guard in enumerate(guards)]
+        evaluators = tasks.create_task(start_evaluators(cfg, cluster, spec, generator, tokenizer, ends, QUIET))
         replay = tasks.create_task(_start_replay(cfg, cluster, model, log))
         rewards = tasks.create_task(_start_reward(cfg, cluster, reward))
         judge = tasks.create_task(_start_reward_model(cfg, cluster, spec)) if cfg.reward.model else None
@@ -146,6 +165,8 @@ async def spawn_actors(
     if log.resumed is not None:
         note(f"bringing the generators to version {log.resumed.version}")
         await sync.start_at(log.resumed.version)
+    for index, guard in enumerate(guards):
+        guard_replica(guard, generators.replicas[index], partial(start, index, guard), generators, sync)
     return Actors(
         model=model,
         decode=make_decoder(tokenizer),
@@ -157,6 +178,8 @@ async def spawn_actors(
         trainer=trainer.result(),
         sync=sync,
         num_rollouts=num_slots(cfg.replay.max_staleness, cfg.grpo.groups_per_step, cfg.replay.window),
+        guards=guards,
+        evaluators=evaluators.result(),
     )
 
 
@@ -264,13 +287,14 @@ async def _start_generator(
     cluster: Meshes,
     spec: ModelSpec,
     generator: GeneratorConfig,
-    index: int,
     stop: list[int],
     warm_up: list[int],
-    *,
     turns: Turns | None,
     behind: asyncio.Task[TrainerMesh],
+    index: int,
+    guard: Guard,
 ) -> Replica:
+    """Replica number `index`, whose engine runs; in the weights on the disk."""
     sleep_mode = turns is not None and spec.device == "cuda"
     if turns is not None:
         await asyncio.wait([behind])  # vLLM measures what is free when it starts: the trainer has left the device then
@@ -288,12 +312,33 @@ async def _start_generator(
         sleep_mode=sleep_mode,
         replica=index,
         env=QUIET,
+        guard=guard,
     )
-    replica = Replica(mesh, f"generator_{index}", generator, turns, cfg.weightsync.deadline_s)
+    replica = Replica(mesh, f"generator_{index}", generator, turns, cfg.weightsync.deadline_s, report=guard.reporter())
     await replica.setup(warm_up)
     if turns is not None:
         turns.add(replica)
     return replica
+
+
+def guard_replica(
+    guard: Guard, replica: Replica, start: Callable[[], Awaitable[Replica]], generators: Generators, sync: WeightSync
+) -> None:
+    """When `replica` dies, `start` gives another, which takes requests as soon as it holds the newest version."""
+
+    def lost(reason: str) -> None:
+        generators.lose(replica, reason)
+        sync.leave(replica)
+
+    async def revive() -> None:
+        nonlocal replica
+        if sync.ended:
+            raise WeightSyncError(f"{replica.name} cannot join: the weight loop has ended")
+        replica = await start()
+        await sync.join(replica)
+        generators.add(replica)
+
+    guard.arm(lost, revive)
 
 
 async def _start_reward(cfg: AppConfig, cluster: Meshes, own: Rewards | None) -> Rewards:

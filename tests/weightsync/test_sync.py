@@ -392,3 +392,57 @@ def test_in_any_order_of_publishes_stops_failures_and_joins_no_buffer_is_torn_an
         assert reported[-1] == version == running.sync.applied_version
 
     run(scenario)
+
+
+def test_visitors_get_the_newest_version_all_the_same_one_and_keep_it_while_the_others_go_on() -> None:
+    async def scenario() -> None:
+        trainer = FakeTrainer()
+        serving = FakeReplica(trainer)
+        visitors = [FakeReplica(trainer, f"evaluator_{i}") for i in range(2)]
+        async with Running(trainer, [serving]) as running:
+            assert await running.sync.visit(visitors) == 0, "nothing was published: they are as they were loaded"
+            await running.sync.publish(1)
+            assert await running.sync.visit(visitors) == 1
+            for version in (2, 3, 4):
+                await running.sync.publish(version)
+                await serving.until(version)
+            assert [v.applied for v in visitors] == [[0, 1], [0, 1]]
+            assert await running.sync.visit(visitors) == 4
+            assert await running.sync.visit(visitors) == 4, "a second visit brings nothing anew"
+        assert [v.applied for v in visitors] == [[0, 1, 4], [0, 1, 4]]
+
+    run(scenario)
+
+
+def test_nobody_waits_for_visitors_and_one_that_fails_harms_nobody() -> None:
+    async def scenario() -> None:
+        trainer = FakeTrainer()
+        serving, visitor = FakeReplica(trainer), FakeReplica(trainer, "evaluator_0")
+        visitor.failing = [WeightSyncError("no memory")]
+        async with Running(trainer, [serving]) as running:
+            await running.sync.publish(1)
+            with pytest.raises(WeightSyncError, match="no memory"):
+                await running.sync.visit([visitor])
+            assert [a.version for a in running.seen] == [1], "the slots of version 1 were held for a visitor"
+            await running.sync.publish(2)
+            await serving.until(2)
+            assert await running.sync.visit([visitor]) == 2
+        assert running.sync.failures == 0
+        with pytest.raises(WeightSyncError, match="the weight loop has ended"):
+            await running.sync.visit([visitor])
+
+    run(scenario)
+
+
+def test_a_visit_that_nobody_can_answer_any_more_is_cancelled() -> None:
+    async def scenario() -> None:
+        trainer = FakeTrainer()
+        serving, visitor = FakeReplica(trainer), FakeReplica(trainer, "evaluator_0")
+        async with Running(trainer, [serving]) as running:
+            visiting = asyncio.create_task(running.sync.visit([visitor]))
+            await turns(1)  # it has been asked for, and the loop has not woken yet
+            running.sync.close()
+        with pytest.raises(asyncio.CancelledError):
+            await visiting
+
+    run(scenario)
