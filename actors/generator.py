@@ -10,9 +10,9 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from monarch.actor import Actor, concurrent_endpoint, endpoint
 
@@ -20,21 +20,28 @@ from actors.routing import Load, Router
 from actors.turns import Clock, Turns
 from actors.vllm_adapters import LoraOptions
 from actors.vllm_engine import Completion, EngineOptions, Sampling, VllmEngine
-from forge.errors import ConfigError
+from forge.errors import ActorFailed, ConfigError
+from forge.failure import is_supervision_error
 from forge.logprobs import MIN_TEMPERATURE
 from forge.memory import peak_rss_bytes
 from forge.mesh import within
+from forge.processes import DeathWatch
 from weightsync.config import WeightSyncConfig
 from weightsync.layout import Box
 from weightsync.offer import Endpoint, Offer
 from weightsync.transports.rdma import RdmaReader
 
+T = TypeVar("T")
 _ANONYMOUS = "~"
 """What the names of calls begin with that nobody has named."""
 _ABORT_AGAIN_S = 0.01
 _LOCAL_SHARE = 0.9
 _ANSWER_S = 60.0
 """How long an actor may take to answer what costs it nothing, seconds."""
+_NOTICE_S = DeathWatch.grace_s + 1.0
+"""How long after a call to a dead actor has failed the reason of its death may arrive, seconds."""
+_MOST_REPLICAS = 5
+"""A call that so many replicas have died under is taken to be what kills them."""
 
 
 @dataclass(frozen=True)
@@ -395,27 +402,68 @@ class Replica:
     """
 
     def __init__(
-        self, mesh: Any, name: str, config: GeneratorConfig, turns: Turns | None = None, turn_s: float = _ANSWER_S
+        self,
+        mesh: Any,
+        name: str,
+        config: GeneratorConfig,
+        turns: Turns | None = None,
+        turn_s: float = _ANSWER_S,
+        *,
+        report: Callable[[str], None] | None = None,
     ) -> None:
+        """`report`, where somebody replaces it when it dies (`forge.supervision`), takes the reason of a death that
+        only failing calls tell of."""
         self._turns, self._turn_s = turns, turn_s
+        self._report = report
+        self._lost = asyncio.get_running_loop().create_future() if report else None
         self.name = name
         self.mesh = mesh
         self.config = config
         self.running = 0
         self.flipping = False
 
+    @property
+    def lost(self) -> bool:
+        """Whether it has died, and another is to take its place."""
+        return self._lost is not None and self._lost.done()
+
+    def lose(self, reason: str) -> None:
+        """Fails the calls that run, and all later ones, with ActorFailed."""
+        if self._lost is not None and not self._lost.done():
+            self._lost.set_result(reason)
+
+    async def ask(self, call: Awaitable[T]) -> T:
+        """The answer to `call`. Where somebody replaces a dead replica, raises ActorFailed as soon as it has died."""
+        if self._lost is None or self._report is None:
+            return await call
+        answer = asyncio.ensure_future(call)
+        try:
+            await asyncio.wait([answer, self._lost], return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                error = None if answer.cancelled() else answer.exception()
+                if error is None or not is_supervision_error(error):
+                    return answer.result()
+                # Monarch knows before we do: of what it died arrives by another way, if its processes are this node's.
+                await asyncio.wait([self._lost], timeout=_NOTICE_S)
+                if not self.lost:
+                    self._report(f"calls to it fail: {error}")
+                    self.lose("calls to it fail")
+        finally:
+            answer.cancel()
+        raise ActorFailed(self.name, self._lost.result())
+
     async def setup(self, warm_up: Sequence[int] = ()) -> None:
         deadline_s = 2 * self.config.start_timeout_s + _ANSWER_S
-        await within(deadline_s, f"{self.name} to start its engine", self.mesh.setup.call_one(warm_up))
+        await within(deadline_s, f"{self.name} to start its engine", self.ask(self.mesh.setup.call_one(warm_up)))
 
     async def connect(self, endpoint: Endpoint) -> list[dict[str, Box]]:
-        return await self.mesh.connect.call_one(endpoint, self.name)
+        return await self.ask(self.mesh.connect.call_one(endpoint, self.name))
 
     async def stage(self, offer: Offer) -> float:
         if not self.config.lora_rank:
-            return await self.mesh.stage.call_one(offer)  # into host memory, or beside what serves
+            return await self.ask(self.mesh.stage.call_one(offer))  # into host memory, or beside what serves
         async with self._serving(f"{self.name} to stage version {offer.version}"):
-            return await self.mesh.stage.call_one(offer)
+            return await self.ask(self.mesh.stage.call_one(offer))
 
     async def flip(self, version: int) -> float:
         if self.config.lora_rank:
@@ -423,7 +471,7 @@ class Replica:
         async with self._serving(f"{self.name} to flip to version {version}"):
             self.flipping = True
             try:
-                return await self.mesh.flip.call_one(version)
+                return await self.ask(self.mesh.flip.call_one(version))
             finally:
                 self.flipping = False
 
@@ -439,14 +487,54 @@ class Replica:
         await within(self._turn_s, f"{self.name} to wake", self.mesh.wake.call_one())
 
 
+@dataclass
+class _Call:
+    """A call that runs: what its completions had as far as is known here, by place, and where it runs now."""
+
+    begun: dict[int, Completion]
+    replica: Replica | None = None
+    lost: list[ActorFailed] = field(default_factory=list)
+
+    def goes_on(self, part: Progress) -> None:
+        """Adds what was sampled since."""
+        if part.place not in self.begun:
+            self.begun[part.place] = Completion([], [], [], "abort")
+        self.begun[part.place].extend(part.tokens)
+
+
 class Generators:
-    """All replicas; `actors/routing.py` says which of them takes a request."""
+    """All replicas; `actors/routing.py` says which of them takes a request.
+
+    The call of a replica that dies goes to another one, or waits for one to serve again. It goes on from the tokens
+    that `progress` has brought of it, else anew: under the same seed it samples the same.
+    """
 
     def __init__(self, replicas: Sequence[Replica], turns: Turns | None = None) -> None:
         """`turns` are those that they take with the trainer, where they share devices."""
         self.replicas = list(replicas)
+        """Those that take requests."""
         self.router = Router()
         self._clock = turns.clock if turns else Clock()
+        self._calls: dict[str, _Call] = {}
+        self._away: dict[str, str] = {}
+        self._patience_s = _ANSWER_S
+        self._came = asyncio.Event()
+
+    def add(self, replica: Replica) -> None:
+        """From now on it takes requests: it is to hold the current version."""
+        self._away.pop(replica.name, None)
+        self.replicas.append(replica)
+        self._came.set()
+
+    def lose(self, replica: Replica, reason: str) -> None:
+        """It has died; another of its name is to come."""
+        replica.lose(reason)
+        self._away[replica.name] = (reason.splitlines() or [""])[0]
+        # It starts an engine, and once more where that fails.
+        self._patience_s = 4 * replica.config.start_timeout_s + _ANSWER_S
+        if replica in self.replicas:
+            self.replicas.remove(replica)
+            self.router.lose(replica.name)
 
     async def generate(
         self,
@@ -460,28 +548,84 @@ class Generators:
         affinity: str = "",
     ) -> list[Completion]:
         """See `Generator.generate`. Calls of one `affinity`, the turns of a conversation, find their prefix again."""
-        loads = [Load(r.running, r.config.max_num_seqs, r.flipping) for r in self.replicas]
-        replica = self.replicas[self.router.choose(loads, affinity)]
+        call = _Call({place: part.after(0) for place, part in (begun or {}).items()})
+        if request_id:
+            self._calls[request_id] = call
+        try:
+            while True:
+                replica = call.replica = await self._choose(affinity)
+                try:
+                    return await self._ask(replica, prompts, seeds, max_new_tokens, request_id, call.begun, wanted)
+                except ActorFailed as error:
+                    if not replica.lost:
+                        raise
+                    call.lost.append(error)
+                if len(call.lost) == _MOST_REPLICAS:
+                    what = request_id or f"of {len(prompts)} prompts"
+                    raise ActorFailed(
+                        call.lost[0].name,
+                        f"{call.lost[0].reason}\n{_MOST_REPLICAS} replicas have died under the call {what}, one after "
+                        "another: it is not tried again",
+                    )
+        finally:
+            self._calls.pop(request_id, None)
+
+    async def _choose(self, affinity: str) -> Replica:
+        """The replica for a call of `affinity`; waits for one where all have died."""
+        while not self.replicas:
+            self._came.clear()
+            dead = ", ".join(f"{name} ({reason})" for name, reason in self._away.items())
+            await within(self._patience_s, f"a generator to serve again after {dead}", self._came.wait())
+        loads = {r.name: Load(r.running, r.config.max_num_seqs, r.flipping) for r in self.replicas}
+        chosen = self.router.choose(loads, affinity)
+        return next(replica for replica in self.replicas if replica.name == chosen)
+
+    async def _ask(
+        self, replica: Replica, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *options: Any
+    ) -> list[Completion]:
         replica.running += len(prompts)
-        call = replica.mesh.generate.call_one(prompts, seeds, max_new_tokens, request_id, begun, wanted)
         try:
             return await self._clock.within(
-                replica.config.request_timeout_s + _ANSWER_S, f"{len(prompts)} completions of {replica.name}", call
+                replica.config.request_timeout_s + _ANSWER_S,
+                f"{len(prompts)} completions of {replica.name}",
+                replica.ask(replica.mesh.generate.call_one(prompts, seeds, *options)),
             )
         finally:
             replica.running -= len(prompts)
 
     async def progress(self) -> list[Progress]:
         """What running calls have sampled since the last time; costs no decode step anything."""
-        calls = asyncio.gather(*(r.mesh.progress.call_one() for r in self.replicas))
-        return [part for parts in await within(_ANSWER_S, "the generators' progress", calls) for part in parts]
+        asked = await self._ask_all("the generators' progress", lambda replica: replica.mesh.progress.call_one())
+        parts = []
+        for replica, found in asked:
+            for part in found:
+                call = self._calls.get(part.request_id)
+                if call is not None and call.replica is not replica:
+                    continue  # it runs elsewhere by now, from what was known before
+                if call is not None and not replica.config.keep_routes:  # progress has no routes
+                    call.goes_on(part)
+                parts.append(part)
+        return parts
 
     async def peak_memory(self) -> dict[str, int]:
         """Bytes by replica, engine processes included."""
-        calls = asyncio.gather(*(r.mesh.peak_memory.call_one() for r in self.replicas))
-        peaks = await within(_ANSWER_S, "the generators' memory figures", calls)
-        return {replica.name: peak for replica, peak in zip(self.replicas, peaks, strict=True)}
+        what = "the generators' memory figures"
+        asked = await self._ask_all(what, lambda replica: replica.mesh.peak_memory.call_one())
+        return {replica.name: peak for replica, peak in asked}
 
     async def shutdown(self) -> None:
-        calls = asyncio.gather(*(r.mesh.shutdown.call_one() for r in self.replicas))
-        await within(_ANSWER_S, "the engines to end", calls)
+        await self._ask_all("the engines to end", lambda replica: replica.mesh.shutdown.call_one())
+
+    async def _ask_all(self, what: str, call: Callable[[Replica], Awaitable[T]]) -> list[tuple[Replica, T]]:
+        """The answers of all that do not die over it."""
+
+        async def ask(replica: Replica) -> list[tuple[Replica, T]]:
+            try:
+                return [(replica, await replica.ask(call(replica)))]
+            except ActorFailed:
+                if not replica.lost:
+                    raise
+                return []
+
+        answers = await within(_ANSWER_S, what, asyncio.gather(*(ask(replica) for replica in self.replicas)))
+        return [answer for found in answers for answer in found]

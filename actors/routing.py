@@ -32,7 +32,7 @@ class Router:
         """
         least = min(loads, key=lambda name: (loads[name].flipping, loads[name].running / loads[name].places))
         home = self._homes.get(affinity)
-        chosen = home if home in loads and _worth_it(loads[home], loads[least]) else least
+        chosen = home if home is not None and home in loads and _worth_it(loads[home], loads[least]) else least
         if affinity:
             self._homes[affinity] = chosen
             self._homes.move_to_end(affinity)

@@ -77,6 +77,7 @@ class _Replica:
     epoch: int = 0
     stage_s: float = 0.0
     pause_s: float = 0.0
+    left: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,13 +131,18 @@ class WeightSync:
         return self._skipped
 
     @property
+    def ended(self) -> bool:
+        """Whether nobody can join any more."""
+        return self._closed or self._ended
+
+    @property
     def failures(self) -> int:
         """Updates in a row that failed on some replica; 0 once one has succeeded."""
         return self._failures
 
     def describe(self) -> str:
         """Who holds which version, in one line."""
-        held = ", ".join(f"{r.sink.name} serves {r.version}" for r in self._replicas)
+        held = ", ".join(f"{r.sink.name} serves {r.version}" for r in self._replicas) or "no replica serves"
         failed = f", {self._failures} updates in a row failed" if self._failures else ""
         return f"the trainer has published version {self.published_version}, {held}{failed}"
 
@@ -178,7 +184,7 @@ class WeightSync:
         It is to get its first request after this call. Raises what went wrong with it, WeightSyncError when `run` has
         ended; the others go on.
         """
-        if self._ended:
+        if self.ended:
             raise WeightSyncError(f"{sink.name} cannot join: the weight loop has ended")
         joining = _Joining(sink)
         self._joining.append(joining)
@@ -200,7 +206,9 @@ class WeightSync:
         return await visit.brought
 
     def leave(self, sink: Sink) -> None:
-        """Forgets a replica that has died: no update waits for it."""
+        """Forgets a replica that has died: no update waits for it, and what goes wrong with it fails none."""
+        for replica in self._replicas:
+            replica.left |= replica.sink is sink
         self._replicas = [replica for replica in self._replicas if replica.sink is not sink]
         self._wake.set()
 
@@ -225,8 +233,12 @@ class WeightSync:
                 await self._receive()
         finally:
             self._ended = True
-            for future in (*(j.joined for j in self._joining), *(v.brought for v in self._visits)):
-                future.cancel()
+            for joining in self._joining:
+                if not joining.joined.done():
+                    text = f"{joining.sink.name} cannot join: the weight loop has ended"
+                    joining.joined.set_exception(WeightSyncError(text))
+            for visit in self._visits:
+                visit.brought.cancel()
 
     async def _update(self, newest: _Snapshot) -> None:
         """Brings every replica that is behind to `newest`; a failure is raised, or leaves it behind for a retry."""
@@ -260,7 +272,7 @@ class WeightSync:
             return [error]
         turns = asyncio.Semaphore(self._config.flips_at_once)
         outcomes = await asyncio.gather(*(self._apply(replica, offer, turns) for replica in replicas))
-        return [outcome for outcome in outcomes if outcome is not None]
+        return [error for r, error in zip(replicas, outcomes, strict=True) if error is not None and not r.left]
 
     async def _apply(self, replica: _Replica, offer: Offer, turns: asyncio.Semaphore) -> ForgeError | None:
         what = f"version {offer.version} ({sum(offer.nbytes)} bytes by {self._transport})"
@@ -297,6 +309,8 @@ class WeightSync:
         """Connects the replicas that want to join and brings each to the newest version before it counts."""
         while self._joining:
             joining = self._joining[0]  # stays there until it has been answered
+            if self._newest is None and self.published_version > 0:
+                return  # the only snapshot is being written over: the publish that does so wakes us
             replica = _Replica(joining.sink)
             try:
                 await self._meet(replica)
@@ -313,7 +327,7 @@ class WeightSync:
             self._joining.pop(0)
 
     async def _receive(self) -> None:
-        """Answers the visits, unless the only snapshot is being written over: then the publish that does so wakes us."""
+        """Answers the visits; while the only snapshot is being written over, the publish that does so wakes us."""
         while self._visits:
             visit = self._visits[0]  # stays there until it has been answered
             try:

@@ -1,0 +1,215 @@
+"""What becomes of a replica whose process has died: a new one in its place, or the end of the run.
+
+Who notices     DeathWatch (the kernel, at once), Monarch's poll (another node; an actor that died in a living process),
+                a call that Monarch fails with a SupervisionError. All of them end in `Cluster.fail(mesh, reason)`; the
+                first news of a mesh counts, later news of the same mesh is dropped.
+Who decides     the policy of the role in the configuration, `mesh.<role>.on_failure`, and its budget: more than
+                `max_restarts` within `restart_window_s` seconds end the run, and of the reasons the first is on top.
+Who respawns    a task of the supervisor: the dead mesh's processes are killed by their mark, its mesh is stopped behind
+                everybody's back, and `revive(life)` spawns the same placement as a mesh of a name of its own
+                (`generator_0_life1`), so that news of the old one can never be taken for news of the new one. A death
+                in the middle of that ends the attempt, and counts.
+Who waits       whoever called the dead replica: `lost(reason)` is called before anything else happens, which fails the
+                calls that run. Generators ask another replica, or wait for this one, from the tokens that had come
+                (`actors.generator.Generators`). The update that runs forgets the replica (`WeightSync.leave`). The
+                trainer waits for nobody here; with no replica alive, rollouts wait, then it does, for a batch.
+How it rejoins  the last thing that `revive` does: `WeightSync.join` brings the replica to the newest version, and only
+                then it takes requests.
+
+A role without a guard, which is any role of a user's own, ends the run as it dies. So does every failure during the
+start, before `Guard.arm`: nothing is lost then.
+
+    guard = Guard(cfg.mesh.generator, told=log.note)
+    mesh = await cluster.spawn("generator", Generator, cfg, guard=guard)    # so does `revive`, later
+    guard.arm(lost=..., revive=...)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+from forge.errors import ConfigError
+
+
+@dataclass
+class FailurePolicy:
+    """What a death of one of the role's processes leads to."""
+
+    on_failure: Literal["end", "respawn"] = field(default="end", kw_only=True)
+    """end: the run ends with the cause. respawn: a new replica takes the place of the dead one."""
+    max_restarts: int = field(default=3, kw_only=True)
+    """Restarts of one replica within restart_window_s; one more ends the run."""
+    restart_window_s: float = field(default=600.0, kw_only=True)
+    """Seconds after which a restart counts no longer."""
+
+    def check(self, where: str) -> None:
+        """Raises ConfigError; `where` is the section's name, such as mesh.generator."""
+        if self.max_restarts < 1 or not self.restart_window_s > 0:
+            raise ConfigError(
+                f"{where}.max_restarts is {self.max_restarts}, restart_window_s {self.restart_window_s:g}; the former "
+                "must be >= 1, the latter > 0; on_failure end restarts nothing"
+            )
+
+
+class Budget:
+    """Of one replica's restarts: a crash loop ends the run. Pure, but for the clock."""
+
+    def __init__(self, policy: FailurePolicy, clock: Callable[[], float] = time.monotonic) -> None:
+        self._policy, self._clock = policy, clock
+        self._spent: deque[tuple[float, str]] = deque()
+
+    def spend(self, reason: str) -> bool:
+        """Whether there is a restart left for a death for `reason`."""
+        now = self._clock()
+        while self._spent and now - self._spent[0][0] > self._policy.restart_window_s:
+            self._spent.popleft()
+        self._spent.append((now, reason))
+        return len(self._spent) <= self._policy.max_restarts
+
+    def account(self) -> str:
+        """Why there is none left: the first cause, then how often it was tried, then the last one."""
+        reasons = [reason for _, reason in self._spent]
+        tried = f"it was restarted {len(reasons) - 1} times within {self._policy.restart_window_s:g} s"
+        last = "" if reasons[-1] == reasons[0] else f", and at last: {reasons[-1]}"
+        return f"{reasons[0]}\n{tried} (max_restarts){last}"
+
+
+class Guard:
+    """One replica under a policy, through all its lives. Belongs to one event loop."""
+
+    def __init__(self, policy: FailurePolicy, told: Callable[[str], None] = print) -> None:
+        """told: gets a line when the replica fails, and one when it serves again."""
+        self.policy, self.told, self.budget = policy, told, Budget(policy)
+        self.role = self.name = self.mesh = ""
+        self.life = 0
+        """How many meshes it had before this one."""
+        self.restarts = 0
+        """How often it took up its work again."""
+        self.armed = False
+        self.attempt: asyncio.Task[None] | None = None
+        self.died = ""
+        """Why the attempt that runs cannot succeed any more."""
+        self._fail: Callable[[str, str], None] | None = None
+
+    def arm(self, lost: Callable[[str], None], revive: Callable[[], Awaitable[None]]) -> None:
+        """From now on a death is not the run's, where the policy says so.
+
+        lost: called with the reason at once; whoever waits for the replica has to hear of it. revive: spawns another
+        mesh with this guard, sets it up and gives it its work.
+        """
+        self.lost, self.revive = lost, revive
+        self.armed = self._fail is not None and self.policy.on_failure == "respawn"
+
+    def disarm(self) -> None:
+        """From now on a death is the run's again, and nothing is revived."""
+        self.armed = False
+        if self.attempt is not None:
+            self.attempt.cancel()
+
+    def reporter(self) -> Callable[[str], None] | None:
+        """What takes the reason why the mesh of now does not answer; None where its death is the run's."""
+        if self._fail is None or self.policy.on_failure == "end":
+            return None
+        return partial(self._fail, self.mesh)
+
+    def bind(self, role: str, name: str, fail: Callable[[str, str], None]) -> str:
+        """The name of the mesh of this life of the replica `name`; its death is told to `fail`."""
+        self.role, self.name, self._fail = role, name, fail
+        self.mesh = f"{name}_life{self.life}" if self.life else name
+        return self.mesh
+
+
+class Supervisor:
+    """Restarts what is guarded. Belongs to one event loop.
+
+    bury: called with the name of a dead mesh, ends what is left of it. give_up: called with a replica's name and
+    the reason, ends the run.
+    """
+
+    def __init__(self, bury: Callable[[str], None], give_up: Callable[[str, str], None]) -> None:
+        self._bury, self._give_up = bury, give_up
+        self._guards: dict[str, Guard] = {}
+        self._dead: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def watch(self, guard: Guard) -> None:
+        """The death of the guard's mesh is the guard's, once it is armed."""
+        self._guards[guard.mesh] = guard
+
+    def takes(self, mesh: str, reason: str) -> bool:
+        """Whether the death of `mesh` is dealt with here; the caller has nothing more to do then."""
+        if mesh in self._dead:
+            return True
+        guard = self._guards.get(mesh)
+        if guard is None or not guard.armed:
+            return False
+        self._dead.add(self._guards.pop(mesh).mesh)
+        guard.lost(reason)
+        self._bury(mesh)
+        if guard.attempt is not None:
+            guard.died = reason
+            guard.attempt.cancel()
+        else:
+            self._start(self._restart(guard, reason))
+        return True
+
+    def release(self, guard: Guard) -> None:
+        """The replica is taken out for good: what becomes of its mesh is nobody's failure, and it is ended."""
+        guard.disarm()
+        if self._guards.pop(guard.mesh, None) is not None:
+            self._dead.add(guard.mesh)
+            self._bury(guard.mesh)
+
+    async def close(self) -> None:
+        """Nothing is restarted any more; what is under way is cancelled."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _restart(self, guard: Guard, reason: str) -> None:
+        """Tries until the replica serves again, or its budget is spent."""
+        begin = time.monotonic()
+        while guard.armed:
+            if not guard.budget.spend(reason):
+                self._give_up(guard.name, guard.budget.account())
+                return
+            guard.told(f"{guard.name} failed: {_line(reason)}; it is being restarted")
+            guard.life, guard.died = guard.life + 1, ""
+            guard.attempt = attempt = self._start(_run(guard.revive))
+            try:
+                await asyncio.wait([attempt])
+            finally:
+                guard.attempt = None
+                attempt.cancel()  # does nothing, unless this task is cancelled
+            if not guard.armed or (attempt.cancelled() and not guard.died):
+                return
+            error = None if attempt.cancelled() else attempt.exception()
+            if error is None and not guard.died:
+                guard.restarts += 1
+                guard.told(f"{guard.name} serves again, {time.monotonic() - begin:.1f} s after it failed")
+                return
+            reason = guard.died or f"its restart failed: {type(error).__name__}: {error}"
+            if self._guards.pop(guard.mesh, None) is not None:
+                self._dead.add(guard.mesh)
+                self._bury(guard.mesh)
+
+
+async def _run(work: Callable[[], Awaitable[None]]) -> None:
+    await work()
+
+
+def _line(reason: str) -> str:
+    return (reason.splitlines() or [""])[0]

@@ -1,0 +1,218 @@
+"""Replicas that die are replaced: the budget, the order of events, and real processes that are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+
+import pytest
+from probes import Probe
+
+from forge.errors import ActorFailed, ConfigError
+from forge.failure import root_cause
+from forge.launch import Hosts
+from forge.mesh import Cluster, MeshConfig, RoleConfig, plan_placement, within
+from forge.supervision import Budget, FailurePolicy, Guard, Supervisor
+
+NOTICE_S = 60.0
+"""Far above the second that a restart of a bare actor takes."""
+RESPAWN = FailurePolicy(on_failure="respawn")
+
+
+def test_a_budget_counts_within_its_window_only() -> None:
+    now = 0.0
+    budget = Budget(FailurePolicy(max_restarts=2, restart_window_s=10.0), clock=lambda: now)
+    for now in (0.0, 6.0, 11.0, 17.0):
+        assert budget.spend(f"death at {now:g}")
+    now = 18.0
+    assert not budget.spend("death at 18")
+    assert budget.account().splitlines() == [
+        "death at 11",
+        "it was restarted 2 times within 10 s (max_restarts), and at last: death at 18",
+    ]
+
+
+def test_a_policy_without_a_restart_or_a_window_is_refused() -> None:
+    for options in ({"max_restarts": 0}, {"restart_window_s": 0.0}):
+        with pytest.raises(ConfigError, match=r"mesh\.generator\.max_restarts is"):
+            FailurePolicy(**options).check("mesh.generator")  # type: ignore[arg-type]
+
+
+def placement(cfg: MeshConfig) -> None:
+    plan_placement(cfg, device="cpu", slots=2, torchrun_slots=None, roles=("trainer", "generator"))
+
+
+def test_roles_whose_state_dies_with_them_cannot_be_respawned() -> None:
+    with pytest.raises(ConfigError, match=r"mesh\.trainer\.on_failure is respawn.* --resume"):
+        placement(MeshConfig(trainer=RoleConfig(on_failure="respawn")))
+    with pytest.raises(ConfigError, match=r"mesh\.colocate is true, mesh\.generator\.on_failure respawn"):
+        placement(MeshConfig(colocate=True, generator=RoleConfig(on_failure="respawn")))
+    placement(MeshConfig(generator=RoleConfig(on_failure="respawn")))
+
+
+class Ward:
+    """A guarded replica without processes; `lives` are what its attempts do."""
+
+    def __init__(self, policy: FailurePolicy, *lives: Callable[[], Awaitable[None]]) -> None:
+        self.events: list[str] = []
+        self._lives, self.spawned = iter(lives), asyncio.Event()
+        self.supervisor = Supervisor(
+            lambda mesh: self.events.append(f"bury {mesh}"), lambda name, why: self.events.append(f"end {name}: {why}")
+        )
+        self.guard = Guard(policy, lambda line: self.events.append(line.partition(",")[0]))
+        self._bind()
+        self.guard.arm(lambda reason: self.events.append(f"lost: {reason}"), self._revive)
+
+    def _bind(self) -> None:
+        self.guard.bind("generator", "generator_0", lambda mesh, reason: None)
+        self.supervisor.watch(self.guard)
+
+    async def _revive(self) -> None:
+        self._bind()
+        self.events.append(f"spawn {self.guard.mesh}")
+        self.spawned.set()
+        await next(self._lives)()
+
+    async def settle(self) -> None:
+        async with asyncio.timeout(NOTICE_S):
+            while tasks := self.supervisor._tasks:
+                await asyncio.wait(tasks)
+
+
+async def well() -> None:
+    """A life that begins as it should."""
+
+
+async def ill() -> None:
+    raise ValueError("no such model")
+
+
+async def for_ever() -> None:
+    await asyncio.sleep(600)
+
+
+def test_callers_hear_of_a_death_before_anything_else_and_news_count_once() -> None:
+    async def main() -> None:
+        ward = Ward(RESPAWN, well)
+        assert not ward.supervisor.takes("replay", "killed")
+        assert ward.supervisor.takes("generator_0", "killed")
+        assert ward.supervisor.takes("generator_0", "Monarch knows it too")
+        await ward.settle()
+        assert ward.supervisor.takes("generator_0", "Monarch has known it for long")
+        await ward.settle()
+        assert ward.events == [
+            "lost: killed",
+            "bury generator_0",
+            "generator_0 failed: killed; it is being restarted",
+            "spawn generator_0_life1",
+            "generator_0 serves again",
+        ]
+        assert ward.guard.restarts == 1
+
+    asyncio.run(main())
+
+
+def test_a_death_during_a_restart_counts_and_a_crash_loop_ends_the_run_with_the_first_cause() -> None:
+    async def main() -> None:
+        ward = Ward(FailurePolicy(on_failure="respawn", max_restarts=2), for_ever, ill)
+        ward.supervisor.takes("generator_0", "out of memory")
+        await ward.spawned.wait()
+        ward.supervisor.takes("generator_0_life1", "out of memory again")
+        await ward.settle()
+        assert ward.events[-2:] == [
+            "bury generator_0_life2",
+            "end generator_0: out of memory\nit was restarted 2 times within 600 s (max_restarts), and at last: "
+            "its restart failed: ValueError: no such model",
+        ]
+        assert ward.guard.restarts == 0
+
+    asyncio.run(main())
+
+
+def test_what_is_not_armed_or_has_the_policy_end_is_not_taken() -> None:
+    async def main() -> None:
+        ward = Ward(FailurePolicy())
+        assert not ward.supervisor.takes("generator_0", "killed")
+        assert ward.guard.reporter() is None
+        for begun in (False, True):
+            ward = Ward(RESPAWN, for_ever)
+            ward.supervisor.takes("generator_0", "killed")
+            if begun:
+                await ward.spawned.wait()
+            ward.guard.disarm()
+            await ward.settle()
+            assert ward.guard.restarts == 0
+            assert not ward.supervisor.takes("generator_0_life1", "killed"), "the run is over: its end is the run's"
+
+    asyncio.run(main())
+
+
+def run(hosts: Hosts, body: Callable[[Cluster], Awaitable[None]]) -> None:
+    cfg = MeshConfig(generator=RoleConfig(replicas=2))
+    plan = plan_placement(cfg, device="cpu", slots=2, torchrun_slots=None, roles=("trainer", "generator"))
+
+    async def main() -> None:
+        async with Cluster(hosts, plan) as cluster:
+            async with asyncio.TaskGroup() as tasks:
+                watching = tasks.create_task(cluster.watch())
+                await within(NOTICE_S, "the test's body", body(cluster))
+                watching.cancel()
+
+    asyncio.run(main())
+
+
+class Kept:
+    """A Probe that is respawned, as its users see it."""
+
+    def __init__(self, cluster: Cluster, policy: FailurePolicy = RESPAWN) -> None:
+        self._cluster, self.told, self.reasons = cluster, list[str](), list[str]()
+        self.guard = Guard(policy, self.told.append)
+        self.back = asyncio.Event()
+
+    async def start(self) -> Kept:
+        self.probe = await self._cluster.spawn("generator", Probe, replica=1, guard=self.guard)
+        self.pid = (await self.probe.about.call_one())["pid"]
+        return self
+
+    async def _revive(self) -> None:
+        await self.start()
+        self.back.set()
+
+    async def arm(self) -> Kept:
+        await self.start()
+        self.guard.arm(self.reasons.append, self._revive)
+        return self
+
+
+def test_a_killed_process_is_replaced_while_others_go_on_and_a_crash_loop_ends_the_run(hosts: Hosts) -> None:
+    async def body(cluster: Cluster) -> None:
+        other = await cluster.spawn("generator", Probe)
+        kept = await Kept(cluster, FailurePolicy(on_failure="respawn", max_restarts=1)).arm()
+        orphan, pid = await kept.probe.start_subprocess.call_one(), kept.pid
+        os.kill(pid, signal.SIGKILL)
+        await kept.back.wait()
+        assert kept.guard.mesh == "generator_1_life1"
+        assert len(kept.reasons) == 1
+        assert kept.pid != pid
+        assert not is_alive(orphan), "what it had started went with it"
+        assert await asyncio.gather(kept.probe.sleep.call_one(0), other.sleep.call_one(0)) == [0, 0]
+        assert "killed by SIGKILL" in kept.told[0]
+        kept.probe.exit.broadcast(3)
+        await asyncio.sleep(NOTICE_S)
+
+    with pytest.raises((ActorFailed, BaseExceptionGroup)) as caught:
+        run(hosts, body)
+    failed = root_cause(caught.value)
+    assert isinstance(failed, ActorFailed)
+    assert failed.name == "generator_1"
+    first, second = failed.reason.splitlines()
+    assert first.startswith("its process was killed by SIGKILL")
+    assert second == (
+        "it was restarted 1 times within 600 s (max_restarts), and at last: its process exited with code 3"
+    )
+
+
+def is_alive(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")
