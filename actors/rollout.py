@@ -9,6 +9,8 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 from tensordict import TensorDict
@@ -85,11 +87,19 @@ class Rollout:
         """Sampled tokens of all episodes."""
         return sum(sample.num_tokens for sample in self.samples)
 
-    def records(self) -> list[EpisodeRecord]:
-        """The episodes in text, as `episodes.jsonl` holds them."""
+    def records(self, decode: Callable[[Sequence[int]], str] | None = None) -> list[EpisodeRecord]:
+        """The episodes in text, as `episodes.jsonl` holds them; with `decode` also which version sampled what."""
         versions = [sorted(set(row[row >= 0].tolist())) for row in self.group["token_versions"]]
-        rows = zip(self.samples, self.scores.total, versions, strict=True)
-        return [EpisodeRecord(s.prompt, s.completion, reward, own) for s, reward, own in rows]
+        pieces = [self._pieces(place, decode) if decode else () for place in range(len(self.samples))]
+        rows = zip(self.samples, self.scores.total, versions, pieces, strict=True)
+        return [EpisodeRecord(s.prompt, s.completion, reward, own, parts) for s, reward, own, parts in rows]
+
+    def _pieces(self, place: int, decode: Callable[[Sequence[int]], str]) -> tuple[tuple[str, int], ...]:
+        """One episode cut where its version changes. A character that a cut divides shows as two of U+FFFD."""
+        length = int(self.group["lengths"][place])
+        tokens, versions = (self.group[key][place, :length].tolist() for key in ("tokens", "token_versions"))
+        runs = groupby(zip(tokens, versions, strict=True), key=itemgetter(1))
+        return tuple((decode([token for token, _ in run]), version) for version, run in runs)
 
 
 async def rollout_group(

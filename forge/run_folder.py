@@ -4,6 +4,7 @@
                   metrics.jsonl    one object a step, see forge/metrics.py
                   episodes.jsonl   a sample of decoded episodes
                   evaluations.jsonl  one object an evaluation, see actors/evaluator.py
+                  run.json         machine, versions, how the run ended, see forge/run_facts.py
                   events.out.*     the same numbers for TensorBoard
                   checkpoints/     what a resume goes on from, see forge/checkpoints.py
                   journal/         what happened to every group, see replay/journal.py
@@ -49,6 +50,8 @@ class EpisodeRecord:
     reward: float
     versions: Sequence[int]
     """the policy versions that sampled the completion's tokens"""
+    pieces: Sequence[tuple[str, int]] = ()
+    """the whole episode in order: text, and the version that sampled it, -1 where it was given; () is not written"""
 
 
 def folder_error(path: str | Path, error: OSError, verb: str = "write") -> RunFolderError:
@@ -386,6 +389,8 @@ def _creation_error(path: Path, error: OSError) -> ConfigError | RunFolderError:
 def _episode_line(step: Number | None, episode: EpisodeRecord) -> bytes:
     reward = float(episode.reward)
     fields = asdict(episode) | {"reward": reward if math.isfinite(reward) else None}
+    if not episode.pieces:
+        del fields["pieces"]
     return _json_line({"step": step, **fields, "versions": [int(v) for v in episode.versions]})
 
 

@@ -30,6 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from forge import run_facts
 from forge.checkpoints import Checkpoint, Checkpoints
 from forge.errors import ConfigError, RunFolderError
 from forge.metrics import NONFINITE, Number, Row, make_row, read_rows
@@ -114,6 +115,7 @@ class RunLog:
             self.start = last_step = self.resumed.version if self.resumed else 0
         dir = cfg.resume or cfg.dir
         self.folder = RunFolder(dir, name, config_yaml, tensorboard=cfg.tensorboard, last_step=last_step)
+        run_facts.note_start(self.folder.absolute)
         self.checkpoints = Checkpoints(self.folder.absolute / CHECKPOINTS, cfg.keep_checkpoints)
         number = f"-{self.start}" if self.start else ""
         self.trace = Trace(self.folder.absolute / f"trace{number}.json" if cfg.trace else None)
@@ -128,6 +130,8 @@ class RunLog:
         return self
 
     def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
+        ended_with = run_facts.NO_ERROR if error is None else _ending(error)
+        run_facts.note(self.folder.absolute, ended_with=ended_with, ended=time.time())
         if error is None:
             self.close()
             return
@@ -190,10 +194,22 @@ class RunLog:
     def print_table(self, peak_memory: Mapping[str, int] | None = None, *more: RenderableType) -> None:
         """Prints the last table, and `more` below it; call it after `close`. `peak_memory` is bytes by role."""
         table = final_table(read_rows(self.folder.metrics_path), self._total, peak_memory)
+        if peak_memory:
+            run_facts.note(self.folder.absolute, peak_memory=dict(peak_memory))
         # rich answers a reader that went away (`| head`) with SystemExit, which would hide the exit code.
         with suppress(BrokenPipeError, SystemExit):
             self._console.print(table, *more, sep="\n")
             self._console.print(f"run folder {self.folder.path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _ending(error: BaseException) -> str:
+    """The first cause in one line; a task group's error holds those of its tasks."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, (asyncio.CancelledError, KeyboardInterrupt)):
+        return "a stop before its last step"
+    text = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 class Terminal:

@@ -94,7 +94,7 @@ async def rollout_loop(run: Run) -> None:
             continue
         run.meter.add("tokens/generated", rollout.num_tokens + rollout.num_tokens_cut)
         run.meter.add("extra/tokens_cut", rollout.num_tokens_cut)
-        run.episodes = rollout.records()
+        run.episodes = rollout.records(actors.decode)
         await actors.replay.add(ticket, rollout.group)
 
 

@@ -86,7 +86,9 @@ def line_chart(
         return ""
     lows = [y - b for line in lines for y, b in zip(line.ys, line.band or [0.0] * len(line.ys), strict=True)]
     highs = [y + b for line in lines for y, b in zip(line.ys, line.band or [0.0] * len(line.ys), strict=True)]
-    y_ticks = ticks(min(lows) if low is None else min(low, *lows), max(highs))
+    bottom = min(lows) if low is None else min(low, *lows)
+    top = max(highs)
+    y_ticks = ticks(bottom, bottom + 1.0 if low is not None and top <= bottom else top)
     x_low, x_high = min(line.xs[0] for line in lines), max(line.xs[-1] for line in lines)
     if x_high == x_low:
         x_low, x_high = x_low - 1, x_high + 1

@@ -27,7 +27,7 @@ def table(runs: Sequence[Run], facts: Sequence[Facts]) -> str:
         ("staleness bound", lambda f: number(f.staleness_bound)),
         ("effective sample size, mean", lambda f: number(f.effective_sample_size)),
         ("steps", lambda f: f"{f.num_steps:,}"),
-        ("wall time", lambda f: duration(f.waits.wall_s)),
+        ("wall time", lambda f: duration(f.wall_s)),
         ("time of a step", lambda f: duration(f.step_wall_s)),
         ("tokens a second", lambda f: number(f.tokens_per_s)),
         ("trainer waits for batches", lambda f: percent(f.waits.share(f.waits.wait_s))),
@@ -79,8 +79,8 @@ def configuration(runs: Sequence[Run]) -> str:
 
 
 def _table(head: str, rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    body = "".join(
-        f"<tr><td>{escaped(name)}</td>{''.join(f'<td>{escaped(cell)}</td>' for cell in cells)}</tr>"
-        for name, cells in rows
-    )
+    body = ""
+    for name, cells in rows:
+        listed = "".join(f'<td class="text">{escaped(cell)}</td>' for cell in cells)
+        body += f"<tr><td>{escaped(name)}</td>{listed}</tr>"
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

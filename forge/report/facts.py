@@ -53,7 +53,7 @@ def ends(found: Sequence[float]) -> tuple[float, float] | None:
 
 @dataclass(frozen=True)
 class Waits:
-    """Where the wall time of the train loop went, in seconds."""
+    """Where the wall time of the train loop went, in seconds, once its first batch had come."""
 
     wall_s: float
     step_s: float
@@ -74,7 +74,13 @@ class Facts:
     """One run in numbers; None where nothing was measured."""
 
     num_steps: int
+    wall_s: float
+    """From the start of the loops."""
+    first_wait_s: float
+    """Until the first batch came, where `waits` leave that step out; else 0."""
     waits: Waits
+    waits_steps: int
+    """Steps that `waits` cover."""
     reward: tuple[float, float] | None
     """First and last, each over a few steps."""
     loss: tuple[float, float] | None
@@ -88,6 +94,10 @@ class Facts:
     """Wasted tokens over trained and wasted ones."""
     admission_wait_s: float | None
     """Mean wait of a rollout loop for a free slot."""
+    rollout_s: float | None
+    """Mean time of a rollout behind that, with its rewards."""
+    reward_s: float | None
+    """What its rewards took of it."""
     effective_sample_size: float | None
     """Its mean."""
     skipped_updates: float
@@ -95,19 +105,28 @@ class Facts:
 
     @property
     def step_wall_s(self) -> float:
-        return self.waits.wall_s / self.num_steps
+        return self.waits.wall_s / self.waits_steps
 
 
 def facts_of(rows: Sequence[Row]) -> Facts:
-    """The numbers of a run with one row or more. The first row counts from the start of the loops."""
+    """The numbers of a run with one row or more.
+
+    The wait for the first batch is the pipeline filling up; with three rows or more `waits` begin behind that step.
+    """
     wall_s = float(rows[-1].get("time_s") or 0.0)
-    waits = Waits(wall_s, *(total(rows, f"time/{key}_s") or 0.0 for key in ("step", "wait_batch", "publish_stall")))
+    steady = rows[1:] if len(rows) > 2 else rows
+    filled_s = float(rows[0].get("time_s") or 0.0) if len(rows) > 2 else 0.0
+    parts = (total(steady, f"time/{key}_s") or 0.0 for key in ("step", "wait_batch", "publish_stall"))
+    waits = Waits(wall_s - filled_s, *parts)
     generated = total(rows, "tokens/generated")
     tokens = generated if generated is not None else total(rows, "tokens/trained")
     trained, wasted = total(rows, "tokens/trained") or 0.0, total(rows, "tokens/wasted")
     return Facts(
         num_steps=len(rows),
+        wall_s=wall_s,
+        first_wait_s=float(rows[0].get("time/wait_batch_s") or 0.0) if len(rows) > 2 else 0.0,
         waits=waits,
+        waits_steps=len(steady),
         reward=ends(values(rows, "reward/mean")),
         loss=ends(values(rows, "loss/policy")),
         tokens_per_s=tokens / wall_s if tokens is not None and wall_s > 0 else None,
@@ -116,11 +135,19 @@ def facts_of(rows: Sequence[Row]) -> Facts:
         staleness_max=max(values(rows, "staleness/max"), default=None),
         staleness_bound=max(values(rows, "staleness/bound"), default=None),
         wasted_share=wasted / (trained + wasted) if wasted is not None and trained + wasted > 0 else None,
-        admission_wait_s=mean(values(rows, "replay/admission_wait_s")),
+        admission_wait_s=mean(values(steady, "replay/admission_wait_s")),
+        rollout_s=_each(rows, "extra/rollout_s"),
+        reward_s=_each(rows, "extra/reward_s"),
         effective_sample_size=mean(values(rows, "extra/effective_sample_size")),
         skipped_updates=total(rows, "extra/skipped_updates") or 0.0,
         nonfinite=total(rows, NONFINITE) or 0.0,
     )
+
+
+def _each(rows: Sequence[Row], key: str) -> float | None:
+    """Seconds of all rollouts under `key`, for one of them."""
+    seconds, count = total(rows, key), total(rows, "extra/rollouts")
+    return seconds / count if seconds is not None and count else None
 
 
 def weighted(rows: Sequence[Row], key: str) -> float | None:

@@ -17,13 +17,13 @@ def findings(facts: Facts) -> list[str]:
 
 
 def _outcome(facts: Facts) -> list[str]:
-    took = f"in {facts.num_steps:,} steps and {duration(facts.waits.wall_s)}"
+    took = f"in {facts.num_steps:,} step{'s' if facts.num_steps > 1 else ''} and {duration(facts.wall_s)}"
     if facts.reward is not None:
         first, last = facts.reward
         return [f"{_moved('Reward', first, last)} {took}."]
     if facts.loss is not None:
         return [f"{_moved('The loss', *facts.loss)} {took}."]
-    return [f"The run took {facts.num_steps:,} steps and {duration(facts.waits.wall_s)}."]
+    return [f"The run went on for {took.removeprefix('in ')}."]
 
 
 def _moved(name: str, first: float, last: float) -> str:
@@ -33,27 +33,34 @@ def _moved(name: str, first: float, last: float) -> str:
 
 
 def _waits(facts: Facts) -> list[str]:
+    first = []
+    if facts.first_wait_s > _MUCH * facts.wall_s:
+        first = [f"Of that, {duration(facts.first_wait_s)} went by before the first batch; the shares leave it out."]
+    return [*first, _bottleneck(facts)]
+
+
+def _bottleneck(facts: Facts) -> str:
     waits = facts.waits
     waited, worked = waits.share(waits.wait_s), waits.share(waits.step_s)
     stalled, rest = waits.share(waits.publish_s), waits.share(waits.rest_s)
     slot_s = facts.admission_wait_s or 0.0
     held_back = slot_s > _MUCH * facts.step_wall_s
     if waited >= max(_MUCH, stalled, rest):
-        return [_data_late(facts, waited, slot_s, held_back)]
+        return _data_late(facts, waited, slot_s, held_back)
     if stalled >= _MUCH:
-        return [f"Publishing weights stopped the trainer {percent(stalled)} of the time: the copy is the bottleneck."]
+        return f"Publishing weights stopped the trainer {percent(stalled)} of the time: the copy is the bottleneck."
     if rest >= _MUCH:
-        return [
+        return (
             f"{percent(rest)} of the time the train loop neither trained, waited nor published: look for checkpoints, "
             "or for other work of its process."
-        ]
+        )
     text = (
         f"The trainer worked {percent(worked)} of the time and waited {percent(waited)} for batches: training is the "
     )
-    text += "bottleneck, and generation keeps up."
+    text += "bottleneck, and its data keep up."
     if held_back:
         text += f" Rollouts waited {duration(slot_s)} for a free slot on average."
-    return [text]
+    return text
 
 
 def _data_late(facts: Facts, waited: float, slot_s: float, held_back: bool) -> str:

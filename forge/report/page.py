@@ -11,19 +11,20 @@ from forge.report.facts import Facts, facts_of
 from forge.report.findings import comparison, findings
 from forge.report.runs import Run
 from forge.report.style import style
-from forge.report.words import duration, escaped, percent
+from forge.report.words import duration, escaped
+from forge.run_facts import NO_ERROR
 
 
 def page(runs: Sequence[Run]) -> str:
     """The HTML of one run or several; the first is the one that the others are compared with."""
     facts = [facts_of(run.rows) for run in runs]
-    title = "Run " + runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     span = curves.window(runs)
     note = f"Strong lines are the mean of the last {span} steps, faint ones each step. " if span > 1 else ""
     parts = [
         f"<h1>{escaped(title)}</h1>",
         _findings(runs, facts),
-        "".join(_head(run, own, len(runs) > 1) for run, own in zip(runs, facts, strict=True)) if len(runs) == 1 else "",
+        _head(runs[0], facts[0], False) if len(runs) == 1 else "",
         _section("Side by side", compare.table(runs, facts)) if len(runs) > 1 else "",
         _section("Who waits for whom", sections.waits(runs, facts)),
         _section("Staleness and throughput", _legend(runs) + sections.staleness(runs), sections.staleness(runs)),
@@ -61,7 +62,8 @@ def _findings(runs: Sequence[Run], facts: Sequence[Facts]) -> str:
         sentences = findings(facts[0])
     else:
         sentences = comparison([run.name for run in runs], facts)
-    return f'<div class="findings">{"".join(f"<p>{escaped(s)}</p>" for s in sentences)}</div>'
+    kind = "findings" if len(runs) > 1 else "findings lead"
+    return f'<div class="{kind}">{"".join(f"<p>{escaped(s)}</p>" for s in sentences)}</div>'
 
 
 def _head(run: Run, facts: Facts, named: bool) -> str:
@@ -69,14 +71,12 @@ def _head(run: Run, facts: Facts, named: bool) -> str:
     began = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.began)) if run.began is not None else "unknown"
     wanted = run.config.get("trainer.steps", "")
     steps = f"{facts.num_steps:,}" + (f" of {int(wanted):,}" if wanted.isdigit() else "")
-    waits = percent(facts.waits.share(facts.waits.wait_s))
     lines = [
         ("began", began),
-        ("took", f"{duration(facts.waits.wall_s)}, the start of its processes not counted"),
+        ("took", f"{duration(facts.wall_s)}, the start of its processes not counted"),
         ("steps", steps),
         ("ended with", _ending(run, facts)),
         ("model", run.config.get("model", "unknown")),
-        ("trainer waited", waits),
     ]
     for key in ("machine", "versions"):
         found = run.facts.get(key)
@@ -88,13 +88,12 @@ def _head(run: Run, facts: Facts, named: bool) -> str:
 
 
 def _ending(run: Run, facts: Facts) -> str:
-    told = run.facts.get("ended_with")
-    if isinstance(told, str) and told:
+    told, wanted = run.facts.get("ended_with"), run.config.get("trainer.steps", "")
+    if isinstance(told, str) and told not in ("", NO_ERROR):
         return told
-    wanted = run.config.get("trainer.steps", "")
     if wanted.isdigit() and int(run.rows[-1]["step"] or 0) >= int(wanted):
         return "all its steps done"
-    return "not known: it goes on, or was stopped"
+    return "a stop that was asked for" if told else "not known: it goes on, or was killed"
 
 
 def _legend(runs: Sequence[Run]) -> str:

@@ -23,7 +23,11 @@ from forge.report.words import duration, escaped, number, percent, size
 
 def waits(runs: Sequence[Run], facts: Sequence[Facts]) -> str:
     """A bar for each role of each run."""
-    return "".join(_waits_of(run, own, len(runs) > 1) for run, own in zip(runs, facts, strict=True))
+    bars = "".join(_waits_of(run, own, len(runs) > 1) for run, own in zip(runs, facts, strict=True))
+    if all(run.spans or own.rollout_s or not own.generates for run, own in zip(runs, facts, strict=True)):
+        return bars
+    note = "How busy generators and environments were is in no trace of these runs (run.trace, in some apps)."
+    return f'{bars}<p class="soft">{note}</p>'
 
 
 def _waits_of(run: Run, facts: Facts, named: bool) -> str:
@@ -35,7 +39,8 @@ def _waits_of(run: Run, facts: Facts, named: bool) -> str:
         ("p-rest", "the rest", own.rest_s),
     ]
     shares = [(kind, name, own.share(seconds), duration(seconds)) for kind, name, seconds in parts]
-    bars = [_bar("Trainer", f"{duration(own.wall_s)} in all", shares)]
+    since = ", from the second step on" if facts.waits_steps < facts.num_steps else ""
+    bars = [_bar("Trainer", f"{duration(own.wall_s)} in all{since}", shares), _rollouts(facts)]
     for lane in busy_lanes(run.spans):
         name = "Generators" if lane.lane == "generate" else lane.lane
         more = f"{number(lane.at_once)} at a time on average, from the trace"
@@ -44,17 +49,31 @@ def _waits_of(run: Run, facts: Facts, named: bool) -> str:
     notes = []
     if (pauses := total(run.rows, "generator/pause_s")) is not None:
         share = percent(own.share(pauses))
-        notes.append(f"Generators stopped for new weights {duration(pauses)} in all, {share} of the time.")
+        if pauses:
+            notes.append(f"Generators stopped for new weights {duration(pauses)} in all, {share} of the time.")
     if facts.admission_wait_s is not None:
         slot = f"A rollout waited {duration(facts.admission_wait_s)} for a free slot on average"
         notes.append(f"{slot}; a step of the train loop took {duration(facts.step_wall_s)}.")
-    if facts.generates and not run.spans:
-        notes.append(
-            "How busy generators, environments and rewards were was not measured; run.trace=true does, in "
-            "the apps that have it."
-        )
     title = f"<h3>{escaped(run.name)}</h3>" if named else ""
     return f'{title}{"".join(bars)}<p class="soft">{escaped(" ".join(notes))}</p>'
+
+
+def _rollouts(facts: Facts) -> str:
+    """What a rollout loop does with its time, where rollouts are timed."""
+    if facts.rollout_s is None or facts.admission_wait_s is None:
+        return ""
+    reward_s = facts.reward_s or 0.0
+    parts = [
+        ("p-busy", "generating", max(0.0, facts.rollout_s - reward_s)),
+        ("p-publish", "waiting for rewards", reward_s),
+        ("p-wait", "waiting for a free slot", facts.admission_wait_s),
+    ]
+    each_s = sum(seconds for _, _, seconds in parts) or 1.0
+    return _bar(
+        "Rollouts",
+        f"{duration(each_s)} each on average",
+        [(kind, name, seconds / each_s, duration(seconds)) for kind, name, seconds in parts],
+    )
 
 
 def _bar(name: str, more: str, shares: Sequence[tuple[str, str, float, str]]) -> str:
@@ -117,7 +136,11 @@ def latencies(runs: Sequence[Run]) -> str:
             parts.append(f"{title}{_table(found, 'steps')}")
         if environments := environment_latencies(run.environments, run.rows):
             note = "Environments: queue is the wait for a place, service the work itself."
-            parts.append(f'<p class="soft">{note}</p>{_table(environments, "calls")}')
+            whole = [one for one in environments if "," not in one.name]
+            turns = [one for one in environments if "," in one.name]
+            parts.append(f'<p class="soft">{note}</p>{_table(whole, "calls")}')
+            if turns:
+                parts.append(f"<details><summary>turn by turn</summary>{_table(turns, 'calls')}</details>")
     return "".join(parts)
 
 
@@ -153,6 +176,7 @@ def _waste_of(run: Run, facts: Facts, named: bool) -> str:
     counts = [(name, count) for key, name in names.items() if (count := total(run.rows, key)) is not None]
     if facts.wasted_share is None or not counts:
         return ""
+    counts = counts[:2] + [(name, count) for name, count in counts[2:] if count]
     listed = "".join(f"<dt>{name}</dt><dd>{count:,.0f}</dd>" for name, count in counts)
     title = f"<h3>{escaped(run.name)}</h3>" if named else ""
     return f'{title}<dl class="facts">{listed}</dl><p>{escaped(_bias(run))}</p>'
@@ -165,7 +189,7 @@ def _bias(run: Run) -> str:
         return ""
     last = [own[-1] for own in found]
     if not any(last):
-        return "No episode was thrown away at the end of the run, long or short: nothing biases what is trained."
+        return "At the end of the run no episode was thrown away, long or short: what is trained is not biased by that."
     shares = ", ".join(percent(share) for share in last)
     text = f"Thrown away at the end of the run, from the shortest quarter of the episodes to the longest: {shares}."
     if last[3] > 1.5 * last[0] + 0.01:

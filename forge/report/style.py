@@ -24,7 +24,7 @@ h3{font-size:1rem;margin:0}
 p{margin:.5em 0;max-width:75ch}
 .soft{color:var(--soft);font-size:.875rem;max-width:90ch}
 .findings{background:var(--card);border-left:4px solid var(--c0);padding:8px 16px;margin:12px 0}
-.findings p:first-child{font-weight:600}
+.lead p:first-child{font-weight:600}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,340px),1fr));gap:20px}
 figure{margin:0;min-width:0}
 figcaption{margin-bottom:4px}
@@ -48,7 +48,7 @@ table{border-collapse:collapse;font-size:.9375rem;font-variant-numeric:tabular-n
 th,td{text-align:right;padding:4px 10px;border-bottom:1px solid var(--grid);vertical-align:top}
 th:first-child,td:first-child,.left{text-align:left;min-width:9.5em}
 thead th{color:var(--soft);font-weight:600;min-width:5em}
-td{white-space:nowrap}
+td{white-space:nowrap;overflow-wrap:normal}
 td:first-child,td.text{white-space:normal}
 .facts{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:2px 14px;margin:8px 0}
 .facts dt{color:var(--soft)}
@@ -74,7 +74,8 @@ details{margin:8px 0}
 summary{cursor:pointer}
 details pre{background:var(--card);max-height:70vh;overflow:auto}
 @media (max-width:600px){body{padding:12px;font-size:15px}th,td{padding:4px 6px}
-.facts{grid-template-columns:minmax(5em,max-content) minmax(0,1fr)}}
+.facts{grid-template-columns:minmax(5em,max-content) minmax(5em,1fr)}
+th:first-child,td:first-child,.left{min-width:7em}}
 @media print{.hit,details{display:none}}
 """
 

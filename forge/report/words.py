@@ -51,7 +51,7 @@ def duration(seconds: float | None) -> str:
         return f"{number(seconds)} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes} min {rest} s"
+        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
     return f"{minutes // 60} h {minutes % 60} min"
 
 

@@ -100,7 +100,7 @@ def test_a_run_of_one_row_and_nothing_else_has_a_page(tmp_path: Path) -> None:
     bare = json.dumps(make_row(empty | {"step": 1, "policy_version": 1, "time_s": 0.0}))
     (folder / "metrics.jsonl").write_text(bare + '\n{"step": 2, "tor')
     text = words_of(page([read_run(folder)]))
-    assert "The run took 1 steps and 0 s." in text
+    assert "The run went on for 1 step and 0 s." in text
     assert "Not in the run folder: episodes (run.episodes_per_step), a timeline (run.trace), peak memory." in text
 
 
