@@ -21,11 +21,10 @@ from actors.turns import Clock, Turns
 from actors.vllm_adapters import LoraOptions
 from actors.vllm_engine import Completion, EngineOptions, Sampling, VllmEngine
 from forge.errors import ActorFailed, ConfigError
-from forge.failure import is_supervision_error
+from forge.lasting import MOST_LIVES, Life, given_up
 from forge.logprobs import MIN_TEMPERATURE
 from forge.memory import peak_rss_bytes
 from forge.mesh import within
-from forge.processes import DeathWatch
 from weightsync.config import WeightSyncConfig
 from weightsync.layout import Box
 from weightsync.offer import Endpoint, Offer
@@ -38,10 +37,6 @@ _ABORT_AGAIN_S = 0.01
 _LOCAL_SHARE = 0.9
 _ANSWER_S = 60.0
 """How long an actor may take to answer what costs it nothing, seconds."""
-_NOTICE_S = DeathWatch.grace_s + 1.0
-"""How long after a call to a dead actor has failed the reason of its death may arrive, seconds."""
-_MOST_REPLICAS = 5
-"""A call that so many replicas have died under is taken to be what kills them."""
 
 
 @dataclass(frozen=True)
@@ -414,8 +409,7 @@ class Replica:
         """`report`, where somebody replaces it when it dies (`forge.supervision`), takes the reason of a death that
         only failing calls tell of."""
         self._turns, self._turn_s = turns, turn_s
-        self._report = report
-        self._lost = asyncio.get_running_loop().create_future() if report else None
+        self._life = Life(name, report) if report else None
         self.name = name
         self.mesh = mesh
         self.config = config
@@ -425,32 +419,16 @@ class Replica:
     @property
     def lost(self) -> bool:
         """Whether it has died, and another is to take its place."""
-        return self._lost is not None and self._lost.done()
+        return self._life is not None and self._life.lost
 
     def lose(self, reason: str) -> None:
         """Fails the calls that run, and all later ones, with ActorFailed."""
-        if self._lost is not None and not self._lost.done():
-            self._lost.set_result(reason)
+        if self._life is not None:
+            self._life.lose(reason)
 
     async def ask(self, call: Awaitable[T]) -> T:
         """The answer to `call`. Where somebody replaces a dead replica, raises ActorFailed as soon as it has died."""
-        if self._lost is None or self._report is None:
-            return await call
-        answer = asyncio.ensure_future(call)
-        try:
-            await asyncio.wait([answer, self._lost], return_when=asyncio.FIRST_COMPLETED)
-            if answer.done():
-                error = None if answer.cancelled() else answer.exception()
-                if error is None or not is_supervision_error(error):
-                    return answer.result()
-                # Monarch knows before we do: of what it died arrives by another way, if its processes are this node's.
-                await asyncio.wait([self._lost], timeout=_NOTICE_S)
-                if not self.lost:
-                    self._report(f"calls to it fail: {error}")
-                    self.lose("calls to it fail")
-        finally:
-            answer.cancel()
-        raise ActorFailed(self.name, self._lost.result())
+        return await (self._life.ask(call) if self._life else call)
 
     async def setup(self, warm_up: Sequence[int] = ()) -> None:
         deadline_s = 2 * self.config.start_timeout_s + _ANSWER_S
@@ -560,13 +538,8 @@ class Generators:
                     if not replica.lost:
                         raise
                     call.lost.append(error)
-                if len(call.lost) == _MOST_REPLICAS:
-                    what = request_id or f"of {len(prompts)} prompts"
-                    raise ActorFailed(
-                        call.lost[0].name,
-                        f"{call.lost[0].reason}\n{_MOST_REPLICAS} replicas have died under the call {what}, one after "
-                        "another: it is not tried again",
-                    )
+                if len(call.lost) == MOST_LIVES:
+                    raise given_up(call.lost, request_id or f"of {len(prompts)} prompts")
         finally:
             self._calls.pop(request_id, None)
 

@@ -16,6 +16,7 @@ from actors.model import Policy, check_head, load_hf
 from actors.packing import micro_batches
 from actors.trainer import ModelSpec, TrainerConfig
 from forge import channel
+from forge.lasting import ask, set_up
 from forge.mesh import within
 
 
@@ -67,11 +68,18 @@ class ReferenceClient:
         self._config = config
 
     async def setup(self) -> None:
-        await within(self._config.start_timeout_s, "the reference to load the model", self._mesh.setup.call_one())
+        loading = set_up(self._mesh, lambda mesh: mesh.setup.call_one())
+        await within(self._config.start_timeout_s, "the reference to load the model", loading)
 
     async def logprobs(self, group: TensorDict) -> torch.Tensor:
         """`[G, T]` float32, 0 where `loss_mask` is False."""
-        handle = await asyncio.to_thread(channel.put, group)
-        call = self._mesh.logprobs.call_one(handle)
-        values: torch.Tensor = await within(self._config.step_timeout_s, "the reference's log-probs", call)
-        return values
+
+        async def call(mesh: Any) -> torch.Tensor:
+            handle = await asyncio.to_thread(channel.put, group)
+            try:
+                values: torch.Tensor = await mesh.logprobs.call_one(handle)
+                return values
+            finally:
+                channel.close(handle)  # where it died before it took the group
+
+        return await within(self._config.step_timeout_s, "the reference's log-probs", ask(self._mesh, call))

@@ -22,6 +22,7 @@ from monarch.actor import Actor, concurrent_endpoint, endpoint
 from actors.reward_config import RewardConfig, RewardFunction, RewardPool
 from actors.reward_process import RewardProcess
 from actors.reward_worker import Sample, evaluate
+from forge.lasting import ask, end, set_up
 from forge.mesh import within
 
 __all__ = [
@@ -172,15 +173,16 @@ class RewardClient:
 
     async def setup(self) -> None:
         """See `RewardScorer.setup`."""
-        await self._call("start its workers", self._mesh.setup.call_one())
+        await self._call("start its workers", set_up(self._mesh, lambda mesh: mesh.setup.call_one()))
 
     async def score(self, samples: list[Sample]) -> Scores:
         """See `RewardScorer.score`."""
-        return await self._call(f"score {len(samples)} samples", self._mesh.score.call_one(samples))
+        scoring: Awaitable[Scores] = ask(self._mesh, lambda mesh: mesh.score.call_one(samples))
+        return await self._call(f"score {len(samples)} samples", scoring)
 
     async def shutdown(self) -> None:
         """See `RewardScorer.close`."""
-        await self._call("end its workers", self._mesh.shutdown.call_one())
+        await self._call("end its workers", end(self._mesh, lambda mesh: mesh.shutdown.call_one()))
 
     async def _call(self, what: str, call: Awaitable[T]) -> T:
         return await within(self._answer_s, f"the reward actor to {what}", call)

@@ -18,6 +18,7 @@ from actors.reward import RewardConfig, Scores
 from actors.trainer import ModelSpec, TrainerConfig
 from actors.value_model import load_value_model
 from forge import channel
+from forge.lasting import ask, set_up
 from forge.mesh import within
 from forge.token_advantages import turn_rewards
 
@@ -84,13 +85,21 @@ class RewardModelClient:
         self._mesh, self._config, self._trainer = mesh, config, trainer
 
     async def setup(self) -> None:
-        await within(self._trainer.start_timeout_s, "the reward model to load", self._mesh.setup.call_one())
+        loading = set_up(self._mesh, lambda mesh: mesh.setup.call_one())
+        await within(self._trainer.start_timeout_s, "the reward model to load", loading)
 
     async def add_to(self, scores: Scores, group: TensorDict) -> Scores:
         """`scores` with the model's added; with `reward.model_turns`, `group` gets `token_rewards` of its turns."""
-        handle = await asyncio.to_thread(channel.put, group)
-        call = self._mesh.score.call_one(handle)
-        values: torch.Tensor = await within(self._trainer.step_timeout_s, "the reward model's scores", call)
+
+        async def call(mesh: Any) -> torch.Tensor:
+            handle = await asyncio.to_thread(channel.put, group)
+            try:
+                scored: torch.Tensor = await mesh.score.call_one(handle)
+                return scored
+            finally:
+                channel.close(handle)  # where it died before it took the group
+
+        values = await within(self._trainer.step_timeout_s, "the reward model's scores", ask(self._mesh, call))
         weight = self._config.model_weight
         if self._config.model_turns:
             group["token_rewards"] = turn_rewards(weight * values, group["loss_mask"])

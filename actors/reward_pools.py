@@ -20,6 +20,7 @@ from monarch.actor import Actor, concurrent_endpoint, endpoint
 
 from actors.reward import RewardActor, RewardClient, RewardConfig, RewardFunction, RewardPool, Sample, Scores
 from forge.errors import ConfigError, RewardError, RewardTimeout
+from forge.lasting import ask, end, set_up
 from forge.mesh import within
 from forge.registry import load
 
@@ -128,17 +129,19 @@ class JudgeClient:
 
     async def setup(self) -> None:
         """Makes the judge."""
-        await within(self._answer_s, f"reward pool {self._name} to start", self._mesh.setup.call_one())
+        making = set_up(self._mesh, lambda mesh: mesh.setup.call_one())
+        await within(self._answer_s, f"reward pool {self._name} to start", making)
 
     async def score(self, samples: list[Sample]) -> Scores:
         """See `JudgePool.score`."""
         what = f"reward pool {self._name} to score {len(samples)} samples"
-        scores: Scores = await within(self._answer_s, what, self._mesh.score.call_one(samples))
-        return scores
+        scoring: Awaitable[Scores] = ask(self._mesh, lambda mesh: mesh.score.call_one(samples))
+        return await within(self._answer_s, what, scoring)
 
     async def shutdown(self) -> None:
         """See `JudgePool.shutdown`."""
-        await within(_MARGIN_S, f"reward pool {self._name} to end", self._mesh.shutdown.call_one())
+        ending = end(self._mesh, lambda mesh: mesh.shutdown.call_one())
+        await within(_MARGIN_S, f"reward pool {self._name} to end", ending)
 
 
 class RewardPools:

@@ -22,7 +22,7 @@ from forge.supervision import FailurePolicy
 
 DEFAULT_POOL = "default"
 ROLES = ("trainer", "generator", "reference")
-RESPAWNED = ("generator",)
+RESPAWNED = ("generator", "reference", "reward_model")
 """Roles whose replicas can be respawned."""
 # vLLM starts its own tensor-parallel workers, so one actor process owns all the devices of a replica.
 _ONE_PROCESS_ROLES = frozenset({"generator", "evaluator"})
@@ -69,6 +69,8 @@ class MeshConfig:
     of its own, and both train at the same time."""
     reward_model: RoleConfig = field(default_factory=RoleConfig)
     """The reward model; spawned only where reward.model is set."""
+    reward: FailurePolicy = field(default_factory=FailurePolicy)
+    """Reward functions and judges; each pool is one process on host cores."""
     evaluator: RoleConfig = field(default_factory=RoleConfig)
     """The inference engines of evaluations; spawned only where evaluation.every is set."""
 
@@ -243,6 +245,7 @@ def _check(cfg: MeshConfig, roles: Sequence[str], slots: int) -> None:
             raise ConfigError(f"mesh.pools.{pool} must be >= 1 device slot, got {size}")
     if cfg.colocate:
         _check_colocated(cfg, roles)
+    cfg.reward.check("mesh.reward")
     for role in roles:
         role_cfg: RoleConfig = getattr(cfg, role)
         role_cfg.check(f"mesh.{role}")

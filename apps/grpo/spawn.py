@@ -33,6 +33,7 @@ from apps.grpo.evaluation import Evaluators, start_evaluators
 from apps.grpo.models import resolve_model
 from forge.data import DataConfig, PromptStream, load_task, make_encoder
 from forge.errors import WeightSyncError
+from forge.lasting import Spawn, lasting
 from forge.run_log import RunLog
 from forge.supervision import Guard
 from replay.actor import ReplayActor, ReplayClient
@@ -149,13 +150,17 @@ async def spawn_actors(
         ends = sorted({*stop_ids(tokenizer, model), *stop})
         start = partial(_start_generator, cfg, cluster, spec, generator, ends, first.token_ids, turns, trainer)
         guards = [Guard(cfg.mesh.generator, note) for _ in range(cluster.replicas("generator"))]
+        others: list[Guard] = []
+        again = partial(lasting, cluster.spawn, told=note, guards=others)
         replicas = [tasks.create_task(start(index, guard)) for index, guard in enumerate(guards)]
         evaluators = tasks.create_task(start_evaluators(cfg, cluster, spec, generator, tokenizer, ends, QUIET))
         replay = tasks.create_task(_start_replay(cfg, cluster, model, log))
-        rewards = tasks.create_task(_start_reward(cfg, cluster, reward))
-        judge = tasks.create_task(_start_reward_model(cfg, cluster, spec)) if cfg.reward.model else None
+        rewards = tasks.create_task(_start_reward(cfg, again(cfg.mesh.reward), reward))
+        scorer = again(cfg.mesh.reward_model)
+        judge = tasks.create_task(_start_reward_model(cfg, scorer, spec)) if cfg.reward.model else None
+        frozen, referring = replace(spec, path=teacher or spec.path), again(cfg.mesh.reference)
         reference = (
-            tasks.create_task(start_reference(cfg.trainer, cluster, replace(spec, path=teacher or spec.path)))
+            tasks.create_task(start_reference(cfg.trainer, cluster, frozen, referring))
             if cfg.loss.needs_reference
             else None
         )
@@ -178,7 +183,7 @@ async def spawn_actors(
         trainer=trainer.result(),
         sync=sync,
         num_rollouts=num_slots(cfg.replay.max_staleness, cfg.grpo.groups_per_step, cfg.replay.window),
-        guards=guards,
+        guards=[*guards, *others],
         evaluators=evaluators.result(),
     )
 
@@ -267,10 +272,10 @@ async def _critic(cfg: AppConfig, policy: str) -> CriticConfig | None:
     return replace(cfg.critic, model=model)
 
 
-async def _start_reward_model(cfg: AppConfig, cluster: Meshes, spec: ModelSpec) -> RewardModelClient:
+async def _start_reward_model(cfg: AppConfig, spawn: Spawn, spec: ModelSpec) -> RewardModelClient:
     model = await asyncio.to_thread(resolve_model, cfg.reward.model)
     await asyncio.to_thread(check_vocabulary, model, spec.path, option="reward.model")
-    mesh = await cluster.spawn(
+    mesh = await spawn(
         "reward_model",
         RewardModelActor,
         replace(spec, path=model),
@@ -341,8 +346,8 @@ def guard_replica(
     guard.arm(lost, revive)
 
 
-async def _start_reward(cfg: AppConfig, cluster: Meshes, own: Rewards | None) -> Rewards:
-    return own if own is not None else await start_rewards(cfg.reward, cluster.spawn, inline=cfg.mesh.debug)
+async def _start_reward(cfg: AppConfig, spawn: Spawn, own: Rewards | None) -> Rewards:
+    return own if own is not None else await start_rewards(cfg.reward, spawn, inline=cfg.mesh.debug)
 
 
 async def _start_replay(cfg: AppConfig, cluster: Meshes, model: str, log: RunLog) -> ReplayClient:
@@ -380,9 +385,16 @@ def open_prompts(data: DataConfig, model: str, seed: int) -> PromptStream:
     return make_prompts(data, AutoTokenizer.from_pretrained(model), seed)
 
 
-async def start_reference(trainer: TrainerConfig, cluster: Meshes, spec: ModelSpec) -> ReferenceClient:
-    """The frozen model of `spec`, which is a teacher where its folder is another than the trainer's."""
-    mesh = await cluster.spawn("reference", ReferenceActor, spec, microbatch_tokens=trainer.microbatch_tokens)
+async def start_reference(
+    trainer: TrainerConfig, cluster: Meshes, spec: ModelSpec, spawn: Spawn | None = None
+) -> ReferenceClient:
+    """The frozen model of `spec`, which is a teacher where its folder is another than the trainer's.
+
+    `spawn` takes the place of `cluster.spawn`.
+    """
+    mesh = await (spawn or cluster.spawn)(
+        "reference", ReferenceActor, spec, microbatch_tokens=trainer.microbatch_tokens
+    )
     client = ReferenceClient(mesh, trainer)
     await client.setup()
     return client

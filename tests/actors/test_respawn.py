@@ -209,7 +209,7 @@ def test_a_call_that_every_replica_dies_under_is_given_up() -> None:
             await asyncio.sleep(0.01)
             scene.generators.add(scene.replica("generator_0", Engine()))
             await asyncio.sleep(0.01)
-        with pytest.raises(ActorFailed, match="generator_0 failed: death 0\n5 replicas have died under the call 5"):
+        with pytest.raises(ActorFailed, match="generator_0 failed: death 0\n5 have died under the call 5"):
             await asking
 
     run(1, body)

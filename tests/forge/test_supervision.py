@@ -6,12 +6,15 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable
+from typing import Any
 
+import monarch.actor
 import pytest
 from probes import Probe
 
 from forge.errors import ActorFailed, ConfigError
 from forge.failure import root_cause
+from forge.lasting import ask, end, lasting, set_up
 from forge.launch import Hosts
 from forge.mesh import Cluster, MeshConfig, RoleConfig, plan_placement, within
 from forge.supervision import Budget, FailurePolicy, Guard, Supervisor
@@ -37,7 +40,7 @@ def test_a_budget_counts_within_its_window_only() -> None:
 def test_a_policy_without_a_restart_or_a_window_is_refused() -> None:
     for options in ({"max_restarts": 0}, {"restart_window_s": 0.0}):
         with pytest.raises(ConfigError, match=r"mesh\.generator\.max_restarts is"):
-            FailurePolicy(**options).check("mesh.generator")  # type: ignore[arg-type]
+            FailurePolicy(**options).check("mesh.generator")
 
 
 def placement(cfg: MeshConfig) -> None:
@@ -163,6 +166,30 @@ def run(hosts: Hosts, body: Callable[[Cluster], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
+def test_a_call_that_a_life_cannot_answer_goes_to_the_next_which_is_set_up_first(hosts: Hosts) -> None:
+    async def body(cluster: Cluster) -> None:
+        guards, told = list[Guard](), list[str]()
+        assert lasting(cluster.spawn, FailurePolicy(), told.append, guards) == cluster.spawn
+        mesh = await lasting(cluster.spawn, RESPAWN, told.append, guards)("judge", Probe)
+        pids = list[int]()
+
+        async def setting_up(probe: Any) -> None:
+            pids.append((await probe.about.call_one())["pid"])
+
+        await set_up(mesh, setting_up)
+        first = asyncio.create_task(ask(mesh, lambda probe: probe.sleep.call_one(0.3 if len(pids) > 1 else 600)))
+        await asyncio.sleep(0.2)
+        os.kill(pids[0], signal.SIGKILL)
+        assert await first == 0.3
+        assert len(pids) == 2
+        with pytest.raises(monarch.actor.ActorError, match="KeyError: 'mine'"):
+            await ask(mesh, lambda probe: probe.raise_error.call_one("mine"))
+        assert (guards[0].name, guards[0].life, guards[0].role) == ("judge", 1, "judge")
+        await end(mesh, lambda probe: probe.sleep.call_one(0))
+
+    run(hosts, body)
+
+
 class Kept:
     """A Probe that is respawned, as its users see it."""
 
@@ -215,4 +242,8 @@ def test_a_killed_process_is_replaced_while_others_go_on_and_a_crash_loop_ends_t
 
 
 def is_alive(pid: int) -> bool:
-    return os.path.exists(f"/proc/{pid}")
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
