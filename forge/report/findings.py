@@ -20,6 +20,9 @@ def _outcome(facts: Facts) -> list[str]:
     took = f"in {facts.num_steps:,} step{'s' if facts.num_steps > 1 else ''} and {duration(facts.wall_s)}"
     if facts.reward is not None:
         first, last = facts.reward
+        if facts.num_steps > 2 and abs(last - first) < facts.reward_noise:
+            moved = f"Reward went from {number(first)} to {number(last)}, less than one step differs from the next,"
+            return [f"{moved} {took}."]
         return [f"{_moved('Reward', first, last)} {took}."]
     if facts.loss is not None:
         return [f"{_moved('The loss', *facts.loss)} {took}."]

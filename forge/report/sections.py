@@ -43,7 +43,8 @@ def _waits_of(run: Run, facts: Facts, named: bool) -> str:
     bars = [_bar("Trainer", f"{duration(own.wall_s)} in all{since}", shares), _rollouts(facts)]
     for lane in busy_lanes(run.spans):
         name = "Generators" if lane.lane == "generate" else lane.lane
-        more = f"{number(lane.at_once)} at a time on average, from the trace"
+        what = "requests " if lane.lane == "generate" else ""
+        more = f"{number(lane.at_once)} {what}at a time on average, from the trace"
         idle = [("p-busy", "at least one at work", lane.share, ""), ("p-idle", "none", 1 - lane.share, "")]
         bars.append(_bar(name, more, idle))
     notes = []
@@ -92,13 +93,15 @@ def staleness(runs: Sequence[Run]) -> str:
     """The histogram next to throughput."""
     found = [staleness_shares(run.rows) for run in runs]
     ages = sorted({age for own in found for age, share in own.items() if share > 0})
-    if not ages:
+    throughput = curves.charts(runs, [curves.THROUGHPUT])
+    if not ages and not throughput:
         return ""
-    columns = [(str(age), [own.get(age, 0.0) for own in found]) for age in range(ages[0], ages[-1] + 1)]
+    span = range(ages[0], ages[-1] + 1) if ages else ()
+    columns = [(str(age), [own.get(age, 0.0) for own in found]) for age in span]
     drawn = column_chart(columns, label="histogram of staleness", x_label="versions behind")
     says = "share of the trained episodes by how many versions passed since their oldest token was sampled"
     histogram = curves.framed("Staleness of what was trained", "", says, drawn)
-    return f'<div class="charts">{histogram}{curves.charts(runs, ["generator/tokens_per_s"])}</div>'
+    return f'<div class="charts">{histogram}{throughput}</div>'
 
 
 def picture(runs: Sequence[Run]) -> str:

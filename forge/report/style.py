@@ -73,7 +73,7 @@ header .v{padding:0 5px}
 details{margin:8px 0}
 summary{cursor:pointer}
 details pre{background:var(--card);max-height:70vh;overflow:auto}
-@media (max-width:600px){body{padding:12px;font-size:15px}th,td{padding:4px 6px}
+@media (max-width:600px){figure svg text{font-size:12.5px}body{padding:12px;font-size:15px}th,td{padding:4px 6px}
 .facts{grid-template-columns:minmax(5em,max-content) minmax(5em,1fr)}
 th:first-child,td:first-child,.left{min-width:7em}}
 @media print{.hit,details{display:none}}

@@ -67,6 +67,13 @@ def test_the_wait_for_the_first_batch_is_told_apart() -> None:
     assert any("1 min 35 s went by before the first batch" in sentence for sentence in findings(facts))
 
 
+def test_a_reward_that_moves_less_than_its_noise_did_not_rise() -> None:
+    rows = [row(n, **{"reward/mean": 0.1 * (n % 2) + 0.001 * n}) for n in range(1, 12)]
+    assert "less than one step differs from the next" in findings(facts_of(rows))[0]
+    rising = [row(n, **{"reward/mean": 0.1 * n}) for n in range(1, 11)]
+    assert findings(facts_of(rising))[0].startswith("Reward rose from 0.100 to 1 in 10 steps")
+
+
 def test_staleness_counts_episodes_and_not_steps() -> None:
     few = row(1, **{"episodes/trained": 1, "staleness/hist/0": 1.0, "staleness/hist/2": 0.0})
     many = row(2, **{"episodes/trained": 3, "staleness/hist/0": 0.0, "staleness/hist/2": 1.0})
