@@ -6,11 +6,12 @@ Plain functions; a user's own rollout is another function with the same result.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 from itertools import groupby
 from operator import itemgetter
+from typing import Protocol
 
 import torch
 from tensordict import TensorDict
@@ -43,6 +44,20 @@ class Rewards(Protocol):
     """Anything that scores samples: `actors.reward_pools.RewardPools`, or a user's own judge."""
 
     async def score(self, samples: list[Sample]) -> Scores: ...
+
+
+class TimedRewards:
+    """`Rewards` that tells `add` the seconds of each call under `key`."""
+
+    def __init__(self, rewards: Rewards, add: Callable[[str, float], object], key: str) -> None:
+        self._rewards, self._add, self._key = rewards, add, key
+
+    async def score(self, samples: list[Sample]) -> Scores:
+        begin = time.monotonic()
+        try:
+            return await self._rewards.score(samples)
+        finally:
+            self._add(self._key, time.monotonic() - begin)
 
 
 class References(Protocol):

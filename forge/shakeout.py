@@ -2,9 +2,10 @@
 
     wall time of a step = waiting for the batch + the step + the snapshot + the rest
     a rollout loop      = waiting for a slot + generation + rewards
+    sequences at once   = rollouts a second x seconds of one x group size        (Little 1961)
 
-A trainer that waits is short of batches: because slots are missing (the bound), because rewards are slow, or because
-generation is. A trainer that never waits is the limit itself.
+A trainer that waits is short of batches: because generators have free places and no slot may fill them (the bound),
+because rewards are slow, or because generation is. A trainer that never waits is the limit itself.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from rich import box
@@ -24,6 +26,8 @@ from forge.metrics import Row
 
 WARM_UP_STEPS = 3
 """First steps of a run that are not measured: pipelines fill, kernels compile."""
+_FULL = 0.8
+"""Share of the generators' places from which on they count as full."""
 _NOTABLE = 0.05
 """Share of the wall time, or of tokens, from which on something is a finding."""
 Knobs = Mapping[str, Any]
@@ -67,13 +71,15 @@ class Measured:
     """From a prompt to its scored group."""
     reward_share: float | None
     """Of that, in rewards."""
+    groups_at_once: float | None
+    """Groups that are generated at a time, on average."""
     generated_per_s: float
     trained_per_s: float
     staleness: tuple[float, float, float] | None
     """Mean, largest, bound, in versions."""
     wasted_share: float
     padding_share: float | None
-    """Of the rows that the trainer computes, positions without a token."""
+    """Of the positions that a trainer computes which does not pack."""
 
     @property
     def rest_s(self) -> float:
@@ -87,7 +93,7 @@ def measure(rows: Sequence[Row], warm_up: int = WARM_UP_STEPS) -> Measured | Non
     if not kept or warm_up < 1:
         return None
     times = [float(row["time_s"] or 0.0) for row in rows[warm_up - 1 :]]
-    walls = [after - before for before, after in zip(times, times[1:], strict=False)]
+    walls = [after - before for before, after in pairwise(times)]
     wall_s = statistics.fmean(walls)
 
     def mean(key: str) -> float | None:
@@ -110,13 +116,14 @@ def measure(rows: Sequence[Row], warm_up: int = WARM_UP_STEPS) -> Measured | Non
         slot_wait_s=mean("replay/admission_wait_s"),
         rollout_s=total("extra/rollout_s") / rollouts if rollouts else None,
         reward_share=total("extra/reward_s") / total("extra/rollout_s") if total("extra/rollout_s") else None,
+        groups_at_once=(total("extra/rollout_s") - total("extra/reward_s")) / sum(walls) if rollouts else None,
         generated_per_s=total("tokens/generated") / sum(walls) if sum(walls) else 0.0,
         trained_per_s=total("tokens/trained") / sum(walls) if sum(walls) else 0.0,
         staleness=None
         if bound is None
         else (mean("staleness/mean") or 0.0, max(float(row.get("staleness/max") or 0) for row in kept), bound),
         wasted_share=wasted / (total("tokens/trained") + wasted) if wasted else 0.0,
-        padding_share=mean("pack/waste"),
+        padding_share=mean("pack/padded_waste"),
     )
 
 
@@ -133,11 +140,13 @@ def _of_batches(m: Measured, knobs: Knobs) -> Iterator[Finding]:
     share = m.wait_s / m.wall_s if m.wall_s else 0.0
     waited = f"{_s(m.wait_s)} of {_s(m.wall_s)} a step"
     cycle = (m.slot_wait_s or 0.0) + (m.rollout_s or 0.0)
-    if m.slot_wait_s and cycle and m.slot_wait_s > 0.25 * cycle:
+    full = _places_taken(m, knobs)
+    if m.slot_wait_s and m.slot_wait_s > 0.25 * cycle and (full is None or full < _FULL):
         bound = knobs.get("replay.max_staleness")
+        places = "" if full is None else f", and {full:.0%} of the generators' places are taken"
         why = (
-            f"{waited}; meanwhile a rollout loop waits {_s(m.slot_wait_s)} for a slot before it may begin: at this "
-            "bound both sides take turns"
+            f"{waited}; meanwhile a rollout loop waits {_s(m.slot_wait_s)} for a slot before it may begin{places}: at "
+            "this bound both sides take turns"
         )
         if isinstance(bound, int):
             yield Finding(
@@ -153,8 +162,19 @@ def _of_batches(m: Measured, knobs: Knobs) -> Iterator[Finding]:
             "Rewards are slow: the trainer waits for batches", share, why, tuple(_more(knobs, "reward.workers"))
         )
         return
-    why = f"{waited}, while generators sample {m.generated_per_s:,.0f} tokens/s and never wait for a slot"
+    why = f"{waited}, while generators sample {m.generated_per_s:,.0f} tokens/s"
+    if full is not None:
+        why += f", {full:.0%} of their places taken on average"
     yield Finding("Generation is slow: the trainer waits for batches", share, why, tuple(_for_generation(knobs)))
+
+
+def _places_taken(m: Measured, knobs: Knobs) -> float | None:
+    """Sequences that are under way over what the generators decode at once; above 1 some wait in the engines."""
+    keys = ("generator.max_num_seqs", "mesh.generator.replicas", "grpo.group_size")
+    places, replicas, group = (knobs.get(key) for key in keys)
+    if m.groups_at_once is None or not (places and replicas and group):
+        return None
+    return m.groups_at_once * group / (places * replicas)
 
 
 def _for_generation(knobs: Knobs) -> Iterator[Turn]:
@@ -187,11 +207,10 @@ def _of_weights(m: Measured, knobs: Knobs) -> Iterator[Finding]:
 def _of_waste(m: Measured, knobs: Knobs) -> Iterator[Finding]:
     why = f"{m.wasted_share:.0%} of the sampled tokens are never trained: too stale, or of groups that teach nothing"
     yield Finding("Waste: sampled tokens are thrown away", m.wasted_share, why, tuple(_for_waste(knobs)))
-    if m.padding_share is not None and m.padding_share > 0.3:
+    if m.padding_share and knobs.get("trainer.packing") is False:
         share = m.padding_share * m.step_s / m.wall_s if m.wall_s else 0.0
-        why = f"{m.padding_share:.0%} of the positions in the trainer's rows hold no token"
-        turns = tuple(_turn(knobs, "trainer.microbatch_tokens", "less, where a row is seldom full; see pack/waste"))
-        yield Finding("Rows of the trainer are mostly empty", share, why, turns)
+        why = f"{m.padding_share:.0%} of the positions that the trainer computes are padding"
+        yield Finding("The trainer computes padding", share, why, (Turn("trainer.packing", False, "true"),))
 
 
 def _for_waste(knobs: Knobs) -> Iterator[Turn]:

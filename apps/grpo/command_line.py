@@ -8,6 +8,7 @@ from typing import NoReturn, TypeVar
 
 from apps.grpo import algorithms
 from apps.grpo.config import DEFAULT_PRESET, AppConfig, plan_whole_groups
+from apps.grpo.shakeout import Shakeout
 from forge import config, launch
 from forge.launch import Hosts, Stopping
 
@@ -36,8 +37,12 @@ def start_app(
     check: Callable[[C, int | None, int], object],
     expand: Callable[[Sequence[str]], Sequence[str]] = list,
 ) -> NoReturn:
-    """Reads the command line and runs `main` to its end; `check(cfg, slots, num_hosts)` refuses what cannot work."""
+    """Reads the command line and runs `main` to its end; `check(cfg, slots, num_hosts)` refuses what cannot work.
+
+    With `--shakeout N`, a short run that ends with what holds whom back (`apps/grpo/shakeout.py`).
+    """
     slots, num_hosts = launch.leave_spare_ranks()
+    shakeout = Shakeout(config_cls)
     cfg = config.parse(
         config_cls,
         default_config=preset,
@@ -45,6 +50,6 @@ def start_app(
         description=description,
         validate=lambda c: check(c, slots, num_hosts),
         resume_key="run.resume",
-        expand=expand,
+        expand=lambda words: shakeout.expand(expand(words)),
     )
-    launch.run(lambda hosts, stopping: main(cfg, hosts, stopping), launch.bring_up())
+    launch.run(lambda hosts, stopping: shakeout.around(main(cfg, hosts, stopping), cfg), launch.bring_up())

@@ -14,12 +14,13 @@ Each loop waits for one thing only, named in its docstring. `apps/grpo/spawn.py`
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from actors.evaluator import Evaluations
-from actors.rollout import Rollout, rollout_group
+from actors.rollout import Rewards, Rollout, TimedRewards, rollout_group
 from apps.grpo.command_line import start
 from apps.grpo.config import AppConfig, plan_run
 from apps.grpo.evaluation import make_evaluations
@@ -48,6 +49,7 @@ class Run:
     ended: Callable[[], Awaitable[object]] | None = None
     """Awaited behind the last step and its checkpoint, while the generators still serve."""
     meter: Meter = field(init=False)
+    reward: Rewards = field(init=False)
     saver: Saver = field(init=False)
     evaluations: Evaluations | None = field(init=False)
     episodes: list[EpisodeRecord] = field(default_factory=list)
@@ -56,6 +58,7 @@ class Run:
     def __post_init__(self) -> None:
         cfg, actors = self.cfg, self.actors
         self.meter = Meter(elapsed_s=self.log.elapsed_s)
+        self.reward = TimedRewards(actors.reward, self.meter.add, "extra/reward_s")
         every, record = cfg.run.checkpoint_every, cfg.replay.record
         start = self.log.start
         self.saver = Saver(self.log.checkpoints, actors.trainer, actors.replay, every, start=start, record=record)
@@ -70,11 +73,12 @@ async def rollout_loop(run: Run) -> None:
     """Waits for a free slot; unblocked when the generators hold newer weights."""
     actors, grpo = run.actors, run.cfg.grpo
     while (ticket := await actors.replay.reserve()) is not None:
+        begin = time.monotonic()
         try:
             rollout = await run.rollout(
                 ticket.prompt,
                 actors.generators,
-                actors.reward,
+                run.reward,
                 group_id=ticket.seq,
                 group_size=grpo.group_size,
                 advantage=grpo.advantage,
@@ -88,6 +92,8 @@ async def rollout_loop(run: Run) -> None:
         except Exception:
             await actors.replay.fail(ticket)
             raise
+        run.meter.add("extra/rollout_s", time.monotonic() - begin)
+        run.meter.add("extra/rollouts", 1)
         if rollout is None:
             run.meter.add("extra/groups_dropped", 1)
             await actors.replay.fail(ticket)

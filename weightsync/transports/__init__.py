@@ -24,7 +24,7 @@ def choose(wanted: str, *, same_host: bool, device: str, note: Callable[[str], N
     "auto" takes the first of `ORDER` that these sides can use; a name is taken at its word. `note` is told which and
     why. Raises ConfigError when what is asked for cannot work.
     """
-    reasons = {name: _sender(name).available(same_host, device) for name in ORDER}
+    reasons = why_not(same_host, device)
     if wanted != "auto":
         if reasons[wanted] and wanted in MAPPED:
             usable = ", ".join(name for name in ORDER if not reasons[name])
@@ -35,6 +35,11 @@ def choose(wanted: str, *, same_host: bool, device: str, note: Callable[[str], N
     skipped = "; ".join(f"not {other}: {reasons[other]}" for other in ORDER[: ORDER.index(name)])
     note(f"weights travel by {name}{f' ({skipped})' if skipped else ''}")
     return name
+
+
+def why_not(same_host: bool, device: str) -> dict[str, str]:
+    """Of each transport, in the order in which they are tried, what keeps these sides from using it; "": nothing."""
+    return {name: _sender(name).available(same_host, device) for name in ORDER}
 
 
 def make_sender(

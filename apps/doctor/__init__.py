@@ -1,0 +1,1 @@
+"""Looks at the machine before a run does."""
