@@ -355,6 +355,10 @@ class GeneratorActor(Actor):
         return self._generator.progress()
 
     @concurrent_endpoint
+    async def beat(self) -> None:
+        """An answer is all that is asked for."""
+
+    @concurrent_endpoint
     async def abort(self, request_id: str) -> None:
         await self._generator.abort(request_id)
 

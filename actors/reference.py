@@ -50,6 +50,10 @@ class ReferenceActor(Actor):
         self._arguments = {"spec": spec, "microbatch_tokens": microbatch_tokens}
         self._lock = asyncio.Lock()
 
+    @concurrent_endpoint
+    async def beat(self) -> None:
+        """An answer is all that is asked for."""
+
     @endpoint
     async def setup(self) -> None:
         self._reference = await asyncio.to_thread(lambda: Reference(**self._arguments))  # type: ignore[arg-type]

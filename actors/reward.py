@@ -148,6 +148,10 @@ class RewardActor(Actor):
         self._scorer = RewardScorer(config, inline=inline)
 
     @concurrent_endpoint
+    async def beat(self) -> None:
+        """An answer is all that is asked for."""
+
+    @concurrent_endpoint
     async def setup(self) -> None:
         """See `RewardScorer.setup`."""
         await self._scorer.setup()

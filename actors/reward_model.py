@@ -68,6 +68,10 @@ class RewardModelActor(Actor):
         self._arguments: dict[str, Any] = {"spec": spec, "microbatch_tokens": microbatch_tokens, "turns": turns}
         self._lock = asyncio.Lock()
 
+    @concurrent_endpoint
+    async def beat(self) -> None:
+        """An answer is all that is asked for."""
+
     @endpoint
     async def setup(self) -> None:
         self._model = await asyncio.to_thread(lambda: RewardModel(**self._arguments))

@@ -102,6 +102,10 @@ class JudgeActor(Actor):
         self._arguments = name, config
         self._pool: JudgePool | None = None
 
+    @concurrent_endpoint
+    async def beat(self) -> None:
+        """An answer is all that is asked for."""
+
     @endpoint
     async def setup(self) -> None:
         """Makes the judge, on the loop that it works on."""

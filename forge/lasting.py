@@ -5,6 +5,8 @@
     await set_up(mesh, lambda mesh: mesh.setup.call_one())          # done again in each life, before it is asked
     await ask(mesh, lambda mesh: mesh.score.call_one(samples))      # both work on plain meshes too
 
+An actor with an endpoint `beat` is asked for heartbeats.
+
 Who waits: a call, for the life that runs to answer or to die, then for the next one to be set up. Its caller's deadline
 is over all of that; a restart either succeeds or ends the run (`forge.supervision`).
 """
@@ -93,7 +95,8 @@ class Lasting:
         self._set_up = call
         await self._life.ask(call(self._mesh))
         self._serves.set()
-        self._guard.arm(self._lose, self._revive)
+        beats = hasattr(self._mesh, "beat")
+        self._guard.arm(self._lose, self._revive, (lambda: self._mesh.beat.call_one()) if beats else None)
 
     def _lose(self, reason: str) -> None:
         self._serves.clear()

@@ -1,8 +1,11 @@
 """What becomes of a replica whose process has died: a new one in its place, or the end of the run.
 
 Who notices     DeathWatch (the kernel, at once), Monarch's poll (another node; an actor that died in a living process),
-                a call that Monarch fails with a SupervisionError. All of them end in `Cluster.fail(mesh, reason)`; the
-                first news of a mesh counts, later news of the same mesh is dropped.
+                a call that Monarch fails with a SupervisionError, and heartbeats, for a hang that none of them sees: a
+                stopped process, code that holds the GIL. `MISSED_BEATS` of them unanswered in a row are a death. They
+                are asked once a replica serves, each with a deadline of its own, so that a pause of the controller is
+                no silence of a replica. All end in `Cluster.fail(mesh, reason)` or beside it in `Supervisor.takes`;
+                the first news of a mesh counts, later news of the same mesh is dropped.
 Who decides     the policy of the role in the configuration, `mesh.<role>.on_failure`, and its budget: more than
                 `max_restarts` within `restart_window_s` seconds end the run, and of the reasons the first is on top.
 Who respawns    a task of the supervisor: the dead mesh's processes are killed by their mark, its mesh is stopped behind
@@ -47,14 +50,23 @@ class FailurePolicy:
     """Restarts of one replica within restart_window_s; one more ends the run."""
     restart_window_s: float = field(default=600.0, kw_only=True)
     """Seconds after which a restart counts no longer."""
+    heartbeat_s: float = field(default=30.0, kw_only=True)
+    """Seconds between two heartbeats of what would be respawned, and for each of them; four in a row that are not
+    answered are a death. 0 asks none."""
 
     def check(self, where: str) -> None:
         """Raises ConfigError; `where` is the section's name, such as mesh.generator."""
+        if not self.heartbeat_s >= 0:
+            raise ConfigError(f"{where}.heartbeat_s must be >= 0, got {self.heartbeat_s:g}; 0 asks for none")
         if self.max_restarts < 1 or not self.restart_window_s > 0:
             raise ConfigError(
                 f"{where}.max_restarts is {self.max_restarts}, restart_window_s {self.restart_window_s:g}; the former "
                 "must be >= 1, the latter > 0; on_failure end restarts nothing"
             )
+
+
+MISSED_BEATS = 4
+"""Heartbeats in a row that a hung process does not answer; a busy one answers some."""
 
 
 class Budget:
@@ -96,15 +108,23 @@ class Guard:
         self.died = ""
         """Why the attempt that runs cannot succeed any more."""
         self._fail: Callable[[str, str], None] | None = None
+        self.supervisor: Supervisor | None = None
 
-    def arm(self, lost: Callable[[str], None], revive: Callable[[], Awaitable[None]]) -> None:
+    def arm(
+        self,
+        lost: Callable[[str], None],
+        revive: Callable[[], Awaitable[None]],
+        beat: Callable[[], Awaitable[object]] | None = None,
+    ) -> None:
         """From now on a death is not the run's, where the policy says so.
 
         lost: called with the reason at once; whoever waits for the replica has to hear of it. revive: spawns another
-        mesh with this guard, sets it up and gives it its work.
+        mesh with this guard, sets it up and gives it its work. beat: asks the mesh of now for what costs it nothing.
         """
-        self.lost, self.revive = lost, revive
-        self.armed = self._fail is not None and self.policy.on_failure == "respawn"
+        self.lost, self.revive, self.beat = lost, revive, beat
+        self.armed = self.supervisor is not None and self.policy.on_failure == "respawn"
+        if self.armed and self.supervisor is not None:
+            self.supervisor.listen(self)
 
     def disarm(self) -> None:
         """From now on a death is the run's again, and nothing is revived."""
@@ -141,6 +161,29 @@ class Supervisor:
     def watch(self, guard: Guard) -> None:
         """The death of the guard's mesh is the guard's, once it is armed."""
         self._guards[guard.mesh] = guard
+        guard.supervisor = self
+
+    def listen(self, guard: Guard) -> None:
+        """Asks the mesh of now for heartbeats, until it is dead."""
+        if guard.beat is not None and guard.policy.heartbeat_s > 0:
+            self._start(self._listen(guard, guard.mesh, guard.beat))
+
+    async def _listen(self, guard: Guard, mesh: str, beat: Callable[[], Awaitable[object]]) -> None:
+        seconds, missed, heard = guard.policy.heartbeat_s, 0, time.monotonic()
+        while missed < MISSED_BEATS:
+            await asyncio.sleep(seconds)
+            if not guard.armed or mesh in self._dead:
+                return
+            try:
+                async with asyncio.timeout(seconds):
+                    await beat()
+                missed, heard = 0, time.monotonic()
+            except TimeoutError:
+                missed += 1
+            except Exception:
+                missed = 0  # that is an answer, or a death, of which others tell more
+        if guard.armed and mesh not in self._dead:
+            self.takes(mesh, f"it did not answer for {time.monotonic() - heard:.0f} s ({missed} heartbeats)")
 
     def takes(self, mesh: str, reason: str) -> bool:
         """Whether the death of `mesh` is dealt with here; the caller has nothing more to do then."""
@@ -199,6 +242,7 @@ class Supervisor:
             error = None if attempt.cancelled() else attempt.exception()
             if error is None and not guard.died:
                 guard.restarts += 1
+                self.listen(guard)
                 guard.told(f"{guard.name} serves again, {time.monotonic() - begin:.1f} s after it failed")
                 return
             reason = guard.died or f"its restart failed: {type(error).__name__}: {error}"

@@ -343,7 +343,7 @@ def guard_replica(
         await sync.join(replica)
         generators.add(replica)
 
-    guard.arm(lost, revive)
+    guard.arm(lost, revive, lambda: replica.mesh.beat.call_one())
 
 
 async def _start_reward(cfg: AppConfig, spawn: Spawn, own: Rewards | None) -> Rewards:

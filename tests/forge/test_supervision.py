@@ -152,6 +152,28 @@ def test_what_is_not_armed_or_has_the_policy_end_is_not_taken() -> None:
     asyncio.run(main())
 
 
+def test_a_replica_that_misses_some_heartbeats_is_busy_and_one_that_misses_all_is_dead() -> None:
+    async def main() -> None:
+        hung, asked = set[int](), 0
+
+        async def beat() -> None:
+            nonlocal asked
+            asked += 1
+            if asked == 5:
+                raise ValueError("an answer of its kind")
+            await asyncio.sleep(600 if asked in hung else 0)
+
+        ward = Ward(FailurePolicy(on_failure="respawn", heartbeat_s=0.02), well)
+        hung |= {1, 2, 3, 6, 7, 8, 10, 11, 12, 13}
+        ward.guard.arm(ward.guard.lost, ward.guard.revive, beat)
+        await ward.spawned.wait()
+        assert asked == 13
+        assert ward.events[:2] == ["lost: it did not answer for 0 s (4 heartbeats)", "bury generator_0"]
+        await ward.supervisor.close()
+
+    asyncio.run(main())
+
+
 def run(hosts: Hosts, body: Callable[[Cluster], Awaitable[None]]) -> None:
     cfg = MeshConfig(generator=RoleConfig(replicas=2))
     plan = plan_placement(cfg, device="cpu", slots=2, torchrun_slots=None, roles=("trainer", "generator"))
@@ -209,7 +231,7 @@ class Kept:
 
     async def arm(self) -> Kept:
         await self.start()
-        self.guard.arm(self.reasons.append, self._revive)
+        self.guard.arm(self.reasons.append, self._revive, lambda: self.probe.sleep.call_one(0))
         return self
 
 
@@ -239,6 +261,20 @@ def test_a_killed_process_is_replaced_while_others_go_on_and_a_crash_loop_ends_t
     assert second == (
         "it was restarted 1 times within 600 s (max_restarts), and at last: its process exited with code 3"
     )
+
+
+@pytest.mark.soak
+def test_a_stopped_process_is_noticed_by_its_silence_and_replaced(hosts: Hosts) -> None:
+    async def body(cluster: Cluster) -> None:
+        kept = await Kept(cluster, FailurePolicy(on_failure="respawn", heartbeat_s=1.0)).arm()
+        pid = kept.pid
+        os.kill(pid, signal.SIGSTOP)  # which Monarch does not see for long, and the kernel does not tell
+        await kept.back.wait()
+        assert "it did not answer for" in kept.reasons[0]
+        assert not is_alive(pid)
+        assert await kept.probe.sleep.call_one(0) == 0
+
+    run(hosts, body)
 
 
 def is_alive(pid: int) -> bool:
