@@ -1,6 +1,6 @@
 """Calls to generators that die: nothing is lost, nothing is sampled twice, nobody waits for the dead.
 
-Stand-ins for engines first, which die when a test says so; then a run of the app whose generator is killed.
+Stand-ins for engines, which die when a test says so, behind the real routing and the real weight sync.
 """
 
 from __future__ import annotations
