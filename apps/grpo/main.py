@@ -58,6 +58,7 @@ class Run:
     def __post_init__(self) -> None:
         cfg, actors = self.cfg, self.actors
         self.meter = Meter(elapsed_s=self.log.elapsed_s)
+        self.meter.include(actors.restarts)
         self.reward = TimedRewards(actors.reward, self.meter.add, "extra/reward_s")
         every, record = cfg.run.checkpoint_every, cfg.replay.record
         start = self.log.start

@@ -241,6 +241,7 @@ class Fleet:
             trainer=self.trainer,
             sync=SimpleNamespace(publish=self.publish, close=lambda: None, describe=lambda: ""),
             num_rollouts=num_slots(own.replay.max_staleness, groups),
+            restarts=dict,
         )
         log: Any = SimpleNamespace(
             elapsed_s=0.0,
