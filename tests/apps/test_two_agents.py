@@ -242,6 +242,7 @@ class Fleet:
             sync=SimpleNamespace(publish=self.publish, close=lambda: None, describe=lambda: ""),
             num_rollouts=num_slots(own.replay.max_staleness, groups),
             restarts=dict,
+            evaluators=None,
         )
         log: Any = SimpleNamespace(
             elapsed_s=0.0,

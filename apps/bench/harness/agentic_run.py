@@ -22,6 +22,7 @@ from actors.environments.episodes import EnvironmentRollout, EpisodesConfig, Pla
 from actors.environments.pool import EnvironmentPool
 from actors.environments.templates import ChatTemplate
 from actors.generator import Generators
+from actors.reward_pools import RewardPools
 from apps.bench.harness import agentic_clock
 from apps.bench.harness.agentic_clock import Lag
 from apps.bench.harness.agentic_scene import NAIVE, Case, Waits
@@ -164,7 +165,6 @@ def _config(case: Case, folder: Path) -> AppConfig:
 
 async def _actors(cfg: AppConfig, case: Case, engines: list[SleepingEngine], trainer: Any) -> Actors:
     groups = cfg.grpo.groups_per_step
-    nobody: Any = None  # the environment gives the rewards
     generators = Generators([engine.replica(f"generator_{n}", case.places) for n, engine in enumerate(engines)])
     replay: Any = Replay(cfg.replay, groups_per_step=groups, seed=cfg.seed, prompts=Numbered())
     sync = WeightSync(trainer, generators.replicas, WeightSyncConfig(deadline_s=_NEVER_S, flips_at_once=case.replicas))
@@ -173,7 +173,7 @@ async def _actors(cfg: AppConfig, case: Case, engines: list[SleepingEngine], tra
         model="tiny",
         decode=lambda ids: "",
         generators=generators,
-        reward=nobody,
+        reward=RewardPools(None, {}, {}),  # the environment gives the rewards
         reference=None,
         reward_model=None,
         replay=replay,
