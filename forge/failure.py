@@ -72,6 +72,8 @@ def explain(report: str) -> str:
         return rank + describe_exit(int(killed[1]), killed=True)
     if exited := re.search(r"exited with non-zero code (-?\d+)", report):
         return rank + describe_exit(int(exited[1]), killed=False)
+    if "timeout waiting for message from proc mesh agent" in report:
+        return f"{rank}its process does not answer: it is stopped, or hangs in code that lets no other thread run"
     _, aborted, text = report.partition("actor explicitly aborted due to: ")
     if aborted:
         return f"{rank}it raised where no caller waits for the answer\n{text.rstrip()}"

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import os
 import sys
 import sysconfig
@@ -251,6 +252,7 @@ class Cluster:
         self._cancelling = body.cancelling()
         self._failed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
+        self._context = contextvars.copy_context()
         self._deaths = DeathWatch(self.fail)
         Cluster._current = self
         # Stays for good: late failures of meshes that have been stopped must not end the process either.
@@ -318,7 +320,9 @@ def _on_fault(failure: MeshFailure) -> None:
     name = failure.mesh_name.rpartition("-")[0] or failure.mesh_name
     if cluster is None or name == _MONARCH_LOGGER or failure.mesh_name in Cluster._ended:
         return
-    cluster._loop.call_soon_threadsafe(cluster.fail, name, explain(failure.report()))
+    # In this thread's context Monarch takes a caller for the actor that failed, and would spawn nothing.
+    context = cluster._context.copy()
+    cluster._loop.call_soon_threadsafe(cluster.fail, name, explain(failure.report()), context=context)
 
 
 def _module_path() -> str:

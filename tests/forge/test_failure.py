@@ -92,4 +92,6 @@ def test_monarchs_reports_are_put_into_words() -> None:
     assert explain(alone + "the process exited with non-zero code 3") == "its process exited with code 3"
     raised = explain(alone + "actor explicitly aborted due to: Traceback ...\n  ValueError: bad\n")
     assert raised == "it raised where no caller waits for the answer\nTraceback ...\n  ValueError: bad"
+    stopped = explain(alone + "timeout waiting for message from proc mesh agent while querying for x")
+    assert stopped.startswith("its process does not answer: it is stopped")
     assert explain("a text of some later version") == "a text of some later version"

@@ -264,13 +264,18 @@ def test_a_killed_process_is_replaced_while_others_go_on_and_a_crash_loop_ends_t
 
 
 @pytest.mark.soak
-def test_a_stopped_process_is_noticed_by_its_silence_and_replaced(hosts: Hosts) -> None:
+@pytest.mark.parametrize(("heartbeat_s", "noticed"), [(1.0, "did not answer for"), (0.0, "does not answer")])
+def test_a_stopped_process_is_noticed_by_its_silence_and_replaced(
+    hosts: Hosts, heartbeat_s: float, noticed: str
+) -> None:
+    """By heartbeats; without them by Monarch, after its 30 s."""
+
     async def body(cluster: Cluster) -> None:
-        kept = await Kept(cluster, FailurePolicy(on_failure="respawn", heartbeat_s=1.0)).arm()
+        kept = await Kept(cluster, FailurePolicy(on_failure="respawn", heartbeat_s=heartbeat_s)).arm()
         pid = kept.pid
-        os.kill(pid, signal.SIGSTOP)  # which Monarch does not see for long, and the kernel does not tell
+        os.kill(pid, signal.SIGSTOP)
         await kept.back.wait()
-        assert "it did not answer for" in kept.reasons[0]
+        assert noticed in kept.reasons[0]
         assert not is_alive(pid)
         assert await kept.probe.sleep.call_one(0) == 0
 
