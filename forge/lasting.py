@@ -152,6 +152,11 @@ async def ask(mesh: Any, call: Callable[[Any], Awaitable[T]]) -> T:
     return await (mesh.ask(call) if isinstance(mesh, Lasting) else call(mesh))
 
 
+async def ask_once(mesh: Any, call: Callable[[Any], Awaitable[T]]) -> T:
+    """The answer to `call(mesh)` of the life of now; ActorFailed where that dies, or has died."""
+    return await (mesh.ask_once(call) if isinstance(mesh, Lasting) else call(mesh))
+
+
 async def end(mesh: Any, call: Callable[[Any], Awaitable[Any]]) -> None:
     """What comes last; nothing where there is nobody to end."""
     if not isinstance(mesh, Lasting):

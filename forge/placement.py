@@ -71,6 +71,8 @@ class MeshConfig:
     """The reward model; spawned only where reward.model is set."""
     reward: FailurePolicy = field(default_factory=FailurePolicy)
     """Reward functions and judges; each pool is one process on host cores."""
+    environment: FailurePolicy = field(default_factory=FailurePolicy)
+    """Pools of environments, and of agents; each is one process on host cores, whose episodes end with it."""
     evaluator: RoleConfig = field(default_factory=RoleConfig)
     """The inference engines of evaluations; spawned only where evaluation.every is set."""
 
@@ -246,6 +248,7 @@ def _check(cfg: MeshConfig, roles: Sequence[str], slots: int) -> None:
     if cfg.colocate:
         _check_colocated(cfg, roles)
     cfg.reward.check("mesh.reward")
+    cfg.environment.check("mesh.environment")
     for role in roles:
         role_cfg: RoleConfig = getattr(cfg, role)
         role_cfg.check(f"mesh.{role}")

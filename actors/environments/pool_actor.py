@@ -5,6 +5,9 @@
 Each kind has its own process and its own concurrency: nothing that one does reaches another, or a generator. A call
 that its caller cancels or gives up ends the episode in the actor too: a client names its episodes itself, so that it
 can close one whose `start` has not answered yet.
+
+Where `mesh.environment.on_failure` is respawn, an actor that dies takes its episodes with it, each of which has failed
+as one whose environment broke; whoever begins one waits for the next actor (`forge/lasting.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Mapping
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from monarch.actor import Actor, concurrent_endpoint
@@ -23,7 +27,8 @@ from actors.environments.ledger import PoolReport
 from actors.environments.pool import EnvironmentPool
 from actors.environments.quarantine import task_key
 from actors.worker_process import START_DEADLINE_S
-from forge.errors import ConfigError, DeadlineExceeded
+from forge.errors import ActorFailed, ConfigError, DeadlineExceeded, EpisodeEnded
+from forge.lasting import ask, ask_once, end, set_up
 from forge.mesh import within
 
 __all__ = ["EnvironmentActor", "EnvironmentClient", "EnvironmentConfig", "Environments", "Pool"]
@@ -52,6 +57,10 @@ class EnvironmentActor(Actor):
 
     def __init__(self, config: EnvironmentConfig, name: str = "environment") -> None:
         self._pool = EnvironmentPool(config, name=name)
+
+    @concurrent_endpoint
+    async def beat(self) -> None:
+        """An answer is all that is asked for."""
 
     @concurrent_endpoint
     async def start(self, task: dict[str, Any], episode: str) -> Observation:
@@ -84,7 +93,7 @@ class EnvironmentClient:
     """`EnvironmentPool`'s calls over a mesh of one EnvironmentActor; its errors arrive as themselves."""
 
     def __init__(self, mesh: Any, config: EnvironmentConfig, *, name: str = "environment") -> None:
-        """`config` and `name` as the actor has them."""
+        """`config` and `name` as the actor has them. mesh: `setup` comes first where it may be respawned."""
         self._mesh = mesh
         self._name = name
         end_s = config.close_timeout_s + _MARGIN_S
@@ -94,31 +103,41 @@ class EnvironmentClient:
         self._close_s = end_s
         self._closing: set[asyncio.Task[None]] = set()
 
+    async def setup(self) -> None:
+        """Waits until the actor answers, which it does in each of its lives before anything else."""
+        await set_up(self._mesh, lambda mesh: within(self._close_s, f"environments {self._name}", mesh.beat.call_one()))
+
     async def start(self, task: Mapping[str, Any], *, episode: str = "") -> tuple[str, Observation]:
         """See `EnvironmentPool.start`."""
         episode = episode or uuid.uuid4().hex
-        call = self._mesh.start.call_one(dict(task), episode)
+        call = ask(self._mesh, lambda mesh: mesh.start.call_one(dict(task), episode))
         return episode, await self._call(self._start_s, f"begin task {task_key(task)!r}", call, episode)
 
     async def step(self, episode: str, action: Action) -> Step:
         """See `EnvironmentPool.step`."""
-        call: Awaitable[Step] = self._mesh.step.call_one(episode, action)
-        return await self._call(self._step_s, f"take a step of episode {episode}", call, episode)
+        call: Awaitable[Step] = ask_once(self._mesh, lambda mesh: mesh.step.call_one(episode, action))
+        try:
+            return await self._call(self._step_s, f"take a step of episode {episode}", call, episode)
+        except ActorFailed as error:
+            text = f"environment {self._name}: episode {episode} is over: {error}"
+            raise EpisodeEnded(text, kind=self._name) from error
 
     async def close(self, episode: str) -> None:
         """See `EnvironmentPool.close`."""
-        await self._call(self._close_s, f"close episode {episode}", self._mesh.close.call_one(episode))
+        call = ask_once(self._mesh, lambda mesh: mesh.close.call_one(episode))
+        with suppress(ActorFailed):  # its episodes went with it
+            await self._call(self._close_s, f"close episode {episode}", call)
 
     async def report(self) -> PoolReport:
         """See `EnvironmentPool.report`."""
-        call: Awaitable[PoolReport] = self._mesh.report.call_one()
+        call: Awaitable[PoolReport] = ask_once(self._mesh, lambda mesh: mesh.report.call_one())
         return await self._call(_MARGIN_S, "report", call)
 
     async def shutdown(self) -> None:
         """See `EnvironmentPool.shutdown`."""
         if self._closing:
             await asyncio.wait(self._closing)  # each has a deadline
-        await self._call(2 * self._close_s, "shut down", self._mesh.shutdown.call_one())
+        await self._call(2 * self._close_s, "shut down", end(self._mesh, lambda mesh: mesh.shutdown.call_one()))
 
     async def _call(self, seconds: float, what: str, call: Awaitable[T], episode: str = "") -> T:
         """The answer to `call`; `episode`, if given, is closed when nobody waits for the answer any more."""

@@ -28,15 +28,18 @@ from apps.grpo.main import Run, train
 from apps.grpo.spawn import spawn_actors
 from apps.worlds.language import make_language
 from forge import config
+from forge.lasting import Spawn, lasting
 from forge.launch import Hosts, Stopping
 from forge.mesh import Cluster
 from forge.run_log import RunLog
 
 
-async def spawn_agents(cfg: AgentAppConfig, cluster: Cluster, folder: str) -> EnvironmentClient:
+async def spawn_agents(cfg: AgentAppConfig, spawn: Spawn, folder: str) -> EnvironmentClient:
     """The agents, on a mesh of their own; programs get their folders in `folder`."""
     pool = cfg.agent.environment(folder)
-    return EnvironmentClient(await cluster.spawn("agent", EnvironmentActor, pool, "agent"), pool, name="agent")
+    client = EnvironmentClient(await spawn("agent", EnvironmentActor, pool, "agent"), pool, name="agent")
+    await client.setup()
+    return client
 
 
 async def main(cfg: AgentAppConfig, hosts: Hosts, stopping: Stopping) -> None:
@@ -50,7 +53,8 @@ async def main(cfg: AgentAppConfig, hosts: Hosts, stopping: Stopping) -> None:
             with stopping.at_once():
                 template, parser = await asyncio.to_thread(make_language, cfg)
                 run = Run(cfg, await spawn_actors(cfg, cluster, log, stop=template.end_of_turn[:1]), log)
-                agents = await spawn_agents(cfg, cluster, folder)
+                spawn = lasting(cluster.spawn, cfg.mesh.environment, log.note, run.actors.guards)
+                agents = await spawn_agents(cfg, spawn, folder)
             async with Gateway(run.actors.generators, template, parser, gateway_config(cfg)) as gateway:
                 reports, turn_rewards = Reports({"agent": agents}, lambda task: "agent"), cfg.loss.per_token
                 rollout = AgentRollout(gateway, agents, cfg.agent, cfg.episodes, turn_rewards=turn_rewards)

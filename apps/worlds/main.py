@@ -29,17 +29,19 @@ from apps.worlds.config import WorldsConfig, plan_run
 from apps.worlds.kinds import divided, shares_of
 from apps.worlds.language import make_language
 from forge import config
+from forge.lasting import Spawn, lasting
 from forge.launch import Hosts, Stopping
 from forge.mesh import Cluster
 from forge.run_log import RunLog
 
 
-async def spawn_worlds(cfg: WorldsConfig, cluster: Cluster) -> dict[str, EnvironmentClient]:
+async def spawn_worlds(cfg: WorldsConfig, spawn: Spawn) -> dict[str, EnvironmentClient]:
     """The pool of each kind, on a mesh of its own."""
     clients = {}
     for name, kind in cfg.kinds.items():
         role = f"environment_{name}" if cfg.environments else name
-        clients[name] = EnvironmentClient(await cluster.spawn(role, EnvironmentActor, kind, name), kind, name=name)
+        clients[name] = EnvironmentClient(await spawn(role, EnvironmentActor, kind, name), kind, name=name)
+        await clients[name].setup()
     return clients
 
 
@@ -72,7 +74,9 @@ async def main(cfg: WorldsConfig, hosts: Hosts, stopping: Stopping) -> None:
             with stopping.at_once():
                 template, parser = await asyncio.to_thread(make_language, cfg)
                 run = Run(cfg, await spawn_actors(cfg, cluster, log, stop=template.end_of_turn[:1]), log)
-                pools = await spawn_worlds(cfg, cluster)
+                pools = await spawn_worlds(
+                    cfg, lasting(cluster.spawn, cfg.mesh.environment, log.note, run.actors.guards)
+                )
                 worlds = Environments(pools)
                 player = make_player(cfg, worlds, run, template, parser)
             reports = Reports(pools, worlds.kind_of)

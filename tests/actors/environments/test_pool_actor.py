@@ -11,8 +11,11 @@ from actors.environments.base import Action
 from actors.environments.pool import EnvironmentPool
 from actors.environments.pool_actor import EnvironmentActor, EnvironmentClient, EnvironmentConfig, Environments
 from forge.errors import ConfigError, EnvironmentRaised, EnvironmentTimeout, EpisodeEnded, QuarantinedError
+from forge.lasting import lasting
 from forge.launch import Hosts
 from forge.mesh import Cluster, Placement
+from forge.processes import kill_marked
+from forge.supervision import FailurePolicy, Guard
 
 ON, DONE = Action("on"), Action("done")
 PATIENCE_S = 60.0
@@ -71,6 +74,39 @@ def test_the_actor_does_what_the_pool_does_and_a_cancelled_call_ends_its_episode
         async with asyncio.timeout(PATIENCE_S), Cluster(hosts, Placement("cpu", {})) as cluster:
             mesh = await cluster.spawn("environment", EnvironmentActor, config, "web")
             await body(EnvironmentClient(mesh, config, name="web"))
+
+    asyncio.run(main())
+
+
+@pytest.mark.soak
+def test_where_it_is_respawned_a_dead_actor_ends_its_episodes_and_others_begin_in_the_next(hosts: Hosts) -> None:
+    config = EnvironmentConfig("worlds:Waiting", concurrency=4)
+
+    async def body(cluster: Cluster) -> None:
+        guards, told = list[Guard](), list[str]()
+        spawn = lasting(cluster.spawn, FailurePolicy(on_failure="respawn"), told.append, guards)
+        client = EnvironmentClient(await spawn("environment", EnvironmentActor, config, "web"), config, name="web")
+        await client.setup()
+        name, _ = await client.start({"id": 1})
+        idle, _ = await client.start({"id": 2})
+        step = asyncio.create_task(client.step(name, Action("hang")))
+        await asyncio.sleep(0.2)
+        kill_marked(hosts.run_id, name="environment")
+        with pytest.raises(EpisodeEnded, match="killed by SIGKILL"):
+            await step
+        with pytest.raises(EpisodeEnded):
+            await client.step(idle, ON)
+        await client.close(idle)
+        name, _ = await client.start({"id": 3})
+        assert (await client.step(name, DONE)).done
+        assert guards[0].restarts == 1
+        await client.shutdown()
+
+    async def main() -> None:
+        async with asyncio.timeout(PATIENCE_S), Cluster(hosts, Placement("cpu", {})) as cluster:
+            watching = asyncio.create_task(cluster.watch())
+            await body(cluster)
+            watching.cancel()
 
     asyncio.run(main())
 
