@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -31,6 +32,7 @@ from apps.bench.harness.agentic_cases import SETS, cases_of
 from apps.bench.harness.agentic_rows import COLUMNS, SCALING_COLUMNS, Found, goals_of, rows_of
 from apps.bench.harness.agentic_scene import BOUND_OF, PROFILES, Case
 from apps.bench.harness.result import Result, machine, rows_table, show
+from forge.child import die_with_parent
 
 REAL_PROFILES = ("none", "heavy")
 """Of the set `real`, which takes minutes for each run."""
@@ -50,7 +52,7 @@ def measured(case: Case, folder: Path, *, virtual: bool) -> Found:
 def measure_all(cases: Sequence[Case], folder: Path, side_by_side: int, *, virtual: bool) -> list[Found]:
     """All cases, each in a process that has no other at the same time; the longest first."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(side_by_side, mp_context=context) as pool:
+    with ProcessPoolExecutor(side_by_side, context, die_with_parent, (os.getpid(),)) as pool:
         futures = [pool.submit(measured, case, folder, virtual=virtual) for case in cases]
         return [future.result() for future in futures]
 
