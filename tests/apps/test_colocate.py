@@ -54,6 +54,7 @@ def slow_run(colocated: Colocated, tmp_path_factory: pytest.TempPathFactory) -> 
     return rows, *colocated.run(colocated.traces())
 
 
+@pytest.mark.soak
 def test_no_token_is_decoded_during_a_step_and_interrupted_requests_keep_their_budgets(slow_run: Traced) -> None:
     rows, trained, decoded, interrupted = slow_run
     assert len(trained) == 6
@@ -65,6 +66,7 @@ def test_no_token_is_decoded_during_a_step_and_interrupted_requests_keep_their_b
     assert max(row["extra/engine_mismatch"] for row in rows if row["staleness/max"] == 0) < 1e-3
 
 
+@pytest.mark.soak
 def test_a_step_that_fails_leaves_the_generators_awake_and_their_requests_whole(
     colocated: Colocated, slow_run: Traced
 ) -> None:
@@ -88,6 +90,7 @@ def test_a_step_that_fails_leaves_the_generators_awake_and_their_requests_whole(
     assert overlaps(*colocated.run(step_among_requests(in_turn=False))), "what is measured cannot tell turns from none"
 
 
+@pytest.mark.soak
 def test_greedy_output_interrupted_by_turns_is_the_uninterrupted_output(colocated: Colocated, slow_run: Traced) -> None:
     assert slow_run
     generator = colocated.cluster.kept["generator"]

@@ -35,6 +35,7 @@ def runs() -> Iterator[list[AppRun]]:
         run.end()
 
 
+@pytest.mark.soak
 def test_pairs_that_are_there_are_told_apart_by_a_margin_that_grows(tmp_path: Path, runs: list[AppRun]) -> None:
     options = ["--trainer.steps=12", "--trainer.lr=1e-3", "--batch.size=16", "--trainer.microbatch_tokens=200"]
     runs.append(run := AppRun(tmp_path / "run", *options, app=DPO / "main.py", preset=NANO))

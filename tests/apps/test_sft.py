@@ -44,6 +44,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
         run.end()
 
 
+@pytest.mark.soak
 def test_a_model_learns_the_right_answers_is_stopped_and_goes_on_with_other_ranks(launch: Launch) -> None:
     options = ["--trainer.steps=1000", "--trainer.lr=3e-3", "--run.checkpoint_every=4", "--batch.size=32"]
     run = launch(*options)
