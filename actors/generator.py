@@ -14,14 +14,15 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from monarch.actor import Actor, concurrent_endpoint, endpoint
+from monarch.actor import concurrent_endpoint, endpoint
 
 from actors.routing import Load, Router
 from actors.turns import Clock, Turns
 from actors.vllm_adapters import LoraOptions
 from actors.vllm_engine import Completion, EngineOptions, Sampling, VllmEngine
 from forge.errors import ActorFailed, ConfigError
-from forge.lasting import MOST_LIVES, Life, given_up
+from forge.failure import first_line
+from forge.lasting import MOST_LIVES, Beating, Life, given_up
 from forge.logprobs import MIN_TEMPERATURE
 from forge.memory import peak_rss_bytes
 from forge.mesh import within
@@ -328,7 +329,7 @@ class Generator:
             self._reader.close()
 
 
-class GeneratorActor(Actor):
+class GeneratorActor(Beating):
     """Monarch shell of `Generator`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -353,10 +354,6 @@ class GeneratorActor(Actor):
     @concurrent_endpoint
     async def progress(self) -> list[Progress]:
         return self._generator.progress()
-
-    @concurrent_endpoint
-    async def beat(self) -> None:
-        """An answer is all that is asked for."""
 
     @concurrent_endpoint
     async def abort(self, request_id: str) -> None:
@@ -511,7 +508,7 @@ class Generators:
     def lose(self, replica: Replica, reason: str) -> None:
         """It has died; another of its name is to come."""
         replica.lose(reason)
-        self._away[replica.name] = (reason.splitlines() or [""])[0]
+        self._away[replica.name] = first_line(reason)
         # It starts an engine, and once more where that fails.
         self._patience_s = 4 * replica.config.start_timeout_s + _ANSWER_S
         if replica in self.replicas:

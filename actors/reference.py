@@ -6,17 +6,18 @@ Exists where the loss reads its log-probs (`LossConfig.needs_reference`); waits 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from typing import Any
 
 import torch
-from monarch.actor import Actor, concurrent_endpoint, endpoint
+from monarch.actor import concurrent_endpoint, endpoint
 from tensordict import TensorDict
 
 from actors.model import Policy, check_head, load_hf
 from actors.packing import micro_batches
 from actors.trainer import ModelSpec, TrainerConfig
 from forge import channel
-from forge.lasting import ask, set_up
+from forge.lasting import Beating, ask_of_group, set_up
 from forge.mesh import within
 
 
@@ -43,16 +44,12 @@ class Reference:
         return out
 
 
-class ReferenceActor(Actor):
+class ReferenceActor(Beating):
     """Monarch shell of `Reference`."""
 
     def __init__(self, spec: ModelSpec, *, microbatch_tokens: int) -> None:
         self._arguments = {"spec": spec, "microbatch_tokens": microbatch_tokens}
         self._lock = asyncio.Lock()
-
-    @concurrent_endpoint
-    async def beat(self) -> None:
-        """An answer is all that is asked for."""
 
     @endpoint
     async def setup(self) -> None:
@@ -77,13 +74,5 @@ class ReferenceClient:
 
     async def logprobs(self, group: TensorDict) -> torch.Tensor:
         """`[G, T]` float32, 0 where `loss_mask` is False."""
-
-        async def call(mesh: Any) -> torch.Tensor:
-            handle = await asyncio.to_thread(channel.put, group)
-            try:
-                values: torch.Tensor = await mesh.logprobs.call_one(handle)
-                return values
-            finally:
-                channel.close(handle)  # where it died before it took the group
-
-        return await within(self._config.step_timeout_s, "the reference's log-probs", ask(self._mesh, call))
+        asked: Awaitable[torch.Tensor] = ask_of_group(self._mesh, group, lambda mesh, own: mesh.logprobs.call_one(own))
+        return await within(self._config.step_timeout_s, "the reference's log-probs", asked)

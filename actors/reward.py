@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
-from monarch.actor import Actor, concurrent_endpoint, endpoint
+from monarch.actor import concurrent_endpoint, endpoint
 
 from actors.reward_config import RewardConfig, RewardFunction, RewardPool
 from actors.reward_process import RewardProcess
 from actors.reward_worker import Sample, evaluate
-from forge.lasting import ask, end, set_up
+from forge.lasting import Beating, ask, end, set_up
 from forge.mesh import within
 
 __all__ = [
@@ -141,15 +141,11 @@ class RewardScorer:
             self._free.put_nowait(worker)
 
 
-class RewardActor(Actor):
+class RewardActor(Beating):
     """One process, one RewardScorer."""
 
     def __init__(self, config: RewardConfig, inline: bool = False) -> None:
         self._scorer = RewardScorer(config, inline=inline)
-
-    @concurrent_endpoint
-    async def beat(self) -> None:
-        """An answer is all that is asked for."""
 
     @concurrent_endpoint
     async def setup(self) -> None:

@@ -6,11 +6,12 @@ Exists where `reward.model` is set; a rollout waits for the scores of its group,
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from monarch.actor import Actor, concurrent_endpoint, endpoint
+from monarch.actor import concurrent_endpoint, endpoint
 from tensordict import TensorDict
 
 from actors.packing import micro_batches
@@ -18,7 +19,7 @@ from actors.reward import RewardConfig, Scores
 from actors.trainer import ModelSpec, TrainerConfig
 from actors.value_model import load_value_model
 from forge import channel
-from forge.lasting import ask, set_up
+from forge.lasting import Beating, ask_of_group, set_up
 from forge.mesh import within
 from forge.token_advantages import turn_rewards
 
@@ -61,16 +62,12 @@ def turn_ends(loss_mask: torch.Tensor) -> torch.Tensor:
     return loss_mask & ~after
 
 
-class RewardModelActor(Actor):
+class RewardModelActor(Beating):
     """Monarch shell of `RewardModel`."""
 
     def __init__(self, spec: ModelSpec, *, microbatch_tokens: int, turns: bool) -> None:
         self._arguments: dict[str, Any] = {"spec": spec, "microbatch_tokens": microbatch_tokens, "turns": turns}
         self._lock = asyncio.Lock()
-
-    @concurrent_endpoint
-    async def beat(self) -> None:
-        """An answer is all that is asked for."""
 
     @endpoint
     async def setup(self) -> None:
@@ -94,16 +91,8 @@ class RewardModelClient:
 
     async def add_to(self, scores: Scores, group: TensorDict) -> Scores:
         """`scores` with the model's added; with `reward.model_turns`, `group` gets `token_rewards` of its turns."""
-
-        async def call(mesh: Any) -> torch.Tensor:
-            handle = await asyncio.to_thread(channel.put, group)
-            try:
-                scored: torch.Tensor = await mesh.score.call_one(handle)
-                return scored
-            finally:
-                channel.close(handle)  # where it died before it took the group
-
-        values = await within(self._trainer.step_timeout_s, "the reward model's scores", ask(self._mesh, call))
+        asked: Awaitable[torch.Tensor] = ask_of_group(self._mesh, group, lambda mesh, own: mesh.score.call_one(own))
+        values = await within(self._trainer.step_timeout_s, "the reward model's scores", asked)
         weight = self._config.model_weight
         if self._config.model_turns:
             group["token_rewards"] = turn_rewards(weight * values, group["loss_mask"])

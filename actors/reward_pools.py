@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from monarch.actor import Actor, concurrent_endpoint, endpoint
+from monarch.actor import concurrent_endpoint, endpoint
 
 from actors.reward import RewardActor, RewardClient, RewardConfig, RewardFunction, RewardPool, Sample, Scores
+from actors.reward_worker import finite
 from forge.errors import ConfigError, RewardError, RewardTimeout
-from forge.lasting import ask, end, set_up
+from forge.lasting import Beating, ask, end, set_up
 from forge.mesh import within
 from forge.registry import load
 
@@ -71,13 +71,7 @@ class JudgePool:
                     self._late(sample)
                     return None
                 raise RewardError(f"reward pool {self._name}: {type(error).__name__}: {error}") from error
-        try:
-            number = math.nan if isinstance(value, str) else float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise RewardError(f"reward pool {self._name} returned {value!r}; a reward is one finite number")
-        return number
+        return finite(value, f"reward pool {self._name}")
 
     def _late(self, sample: Sample) -> None:
         """Says so, or raises, by policy."""
@@ -95,16 +89,12 @@ def late(name: str, config: RewardPool, what: str) -> str:
     return f"{said}; raise reward.pools.{name}.timeout_s, or set its on_timeout to value"
 
 
-class JudgeActor(Actor):
+class JudgeActor(Beating):
     """One process, one JudgePool."""
 
     def __init__(self, name: str, config: RewardPool) -> None:
         self._arguments = name, config
         self._pool: JudgePool | None = None
-
-    @concurrent_endpoint
-    async def beat(self) -> None:
-        """An answer is all that is asked for."""
 
     @endpoint
     async def setup(self) -> None:

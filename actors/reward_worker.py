@@ -55,13 +55,21 @@ def evaluate(path: str, function: Reward, samples: Sequence[Sample]) -> list[flo
         except (Exception, SystemExit) as error:
             raise RewardError(f"{path} raised {type(error).__name__}: {error}\n{_describe(sample)}") from error
         try:
-            number = math.nan if isinstance(value, str) else float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise RewardError(f"{path} returned {value!r}; a reward is one finite number\n{_describe(sample)}")
-        values.append(number)
+            values.append(finite(value, path))
+        except RewardError as error:
+            raise RewardError(f"{error}\n{_describe(sample)}") from None
     return values
+
+
+def finite(value: Any, whose: str) -> float:
+    """What `whose` returned as a number; RewardError where it is none, or not finite."""
+    try:
+        number = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise RewardError(f"{whose} returned {value!r}; a reward is one finite number")
+    return number
 
 
 def _describe(sample: Sample) -> str:

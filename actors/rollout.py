@@ -21,6 +21,7 @@ from actors.vllm_engine import Completion
 from forge.advantages import advantages
 from forge.batch import make_group
 from forge.data import Prompt
+from forge.episodes import EpisodeTokens
 from forge.run_folder import EpisodeRecord
 
 
@@ -102,12 +103,17 @@ class Rollout:
         """Sampled tokens of all episodes."""
         return sum(sample.num_tokens for sample in self.samples)
 
-    def records(self, decode: Callable[[Sequence[int]], str] | None = None) -> list[EpisodeRecord]:
-        """The episodes in text, as `episodes.jsonl` holds them; with `decode` also which version sampled what."""
-        versions = [sorted(set(row[row >= 0].tolist())) for row in self.group["token_versions"]]
-        pieces = [self._pieces(place, decode) if decode else () for place in range(len(self.samples))]
-        rows = zip(self.samples, self.scores.total, versions, pieces, strict=True)
-        return [EpisodeRecord(s.prompt, s.completion, reward, own, parts) for s, reward, own, parts in rows]
+    def records(
+        self, decode: Callable[[Sequence[int]], str] | None = None, most: int | None = None
+    ) -> list[EpisodeRecord]:
+        """The first `most` episodes in text, as `episodes.jsonl` holds them; with `decode` also who sampled what."""
+        return [self._record(place, decode) for place in range(len(self.samples))[:most]]
+
+    def _record(self, place: int, decode: Callable[[Sequence[int]], str] | None) -> EpisodeRecord:
+        sample, versions = self.samples[place], self.group["token_versions"][place]
+        pieces = self._pieces(place, decode) if decode else ()
+        own = sorted(set(versions[versions >= 0].tolist()))
+        return EpisodeRecord(sample.prompt, sample.completion, self.scores.total[place], own, pieces)
 
     def _pieces(self, place: int, decode: Callable[[Sequence[int]], str]) -> tuple[tuple[str, int], ...]:
         """One episode cut where its version changes. A character that a cut divides shows as two of U+FFFD."""
@@ -204,4 +210,19 @@ def _sample(prompt: Prompt, completion: Completion, decode: Callable[[Sequence[i
         metadata=prompt.metadata,
         num_tokens=len(completion.token_ids),
         finished=completion.finish_reason == "stop",
+    )
+
+
+def episode_sample(
+    tokens: EpisodeTokens, prompt: Prompt, decode: Callable[[Sequence[int]], str], *, finished: bool
+) -> Sample:
+    """An episode of several turns as reward functions see one: all behind its first sampled token is its completion."""
+    begin = tokens.mask.index(True)
+    return Sample(
+        prompt=decode(tokens.tokens[:begin]),
+        completion=decode(tokens.tokens[begin:]),
+        answer=prompt.answer,
+        metadata=prompt.metadata,
+        num_tokens=tokens.num_sampled,
+        finished=finished,
     )

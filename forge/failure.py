@@ -37,7 +37,7 @@ def print_failure(error: BaseException) -> int:
     print(describe(root), file=sys.stderr, flush=True)
     for other in _leaves(error):
         if isinstance(other, ActorFailed) and other is not root:
-            print(f"at the same time: {_first_line(other)}", file=sys.stderr, flush=True)
+            print(f"at the same time: {first_line(str(other))}", file=sys.stderr, flush=True)
     return 2 if isinstance(root, ConfigError) else 1
 
 
@@ -54,7 +54,7 @@ def describe(error: BaseException) -> str:
     """What a user needs to see: a typed error's text, an actor's traceback, or else the one here."""
     remote = remote_exception(error)
     if isinstance(remote, _SELF_EXPLAINING):
-        return f"{type(remote).__name__}: {remote}\n({_first_line(error).rstrip('.')})"
+        return f"{type(remote).__name__}: {remote}\n({first_line(str(error)).rstrip('.')})"
     if remote is not None:
         return str(error).rstrip()
     if isinstance(error, _SELF_EXPLAINING):
@@ -121,5 +121,6 @@ def remote_exception(error: BaseException) -> BaseException | None:
     return remote_exception(inner) or inner
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0]
+def first_line(text: str) -> str:
+    """What a text of several lines begins with; "" of none."""
+    return (text.splitlines() or [""])[0]

@@ -5,7 +5,7 @@
     await set_up(mesh, lambda mesh: mesh.setup.call_one())          # done again in each life, before it is asked
     await ask(mesh, lambda mesh: mesh.score.call_one(samples))      # both work on plain meshes too
 
-An actor with an endpoint `beat` is asked for heartbeats.
+An actor with an endpoint `beat`, as `Beating` has, is asked for heartbeats.
 
 Who waits: a call, for the life that runs to answer or to die, then for the next one to be set up. Its caller's deadline
 is over all of that; a restart either succeeds or ends the run (`forge.supervision`).
@@ -18,6 +18,10 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+from monarch.actor import Actor, concurrent_endpoint
+from tensordict import TensorDict
+
+from forge import channel
 from forge.errors import ActorFailed
 from forge.failure import is_supervision_error
 from forge.processes import DeathWatch
@@ -30,6 +34,14 @@ MOST_LIVES = 5
 """A call that so many have died under is taken to be what kills them."""
 _NOTICE_S = DeathWatch.grace_s + 1.0
 """How long after a call to a dead actor has failed the reason of its death may arrive, seconds."""
+
+
+class Beating(Actor):
+    """An actor that can be asked for heartbeats."""
+
+    @concurrent_endpoint
+    async def beat(self) -> None:
+        """An answer is all that is asked for."""
 
 
 class Life:
@@ -150,6 +162,19 @@ def lasting(spawn: Spawn, policy: FailurePolicy, told: Callable[[str], None], gu
 async def ask(mesh: Any, call: Callable[[Any], Awaitable[T]]) -> T:
     """The answer to `call(mesh)`, of another life where the first one dies."""
     return await (mesh.ask(call) if isinstance(mesh, Lasting) else call(mesh))
+
+
+async def ask_of_group(mesh: Any, group: TensorDict, call: Callable[[Any, Any], Awaitable[T]]) -> T:
+    """The answer to `call(mesh, handle)`, of another life where the first one dies; each gets a handle on `group`."""
+
+    async def handed_over(mesh: Any) -> T:
+        handle = await asyncio.to_thread(channel.put, group)
+        try:
+            return await call(mesh, handle)
+        finally:
+            channel.close(handle)  # where it died before it took the group
+
+    return await ask(mesh, handed_over)
 
 
 async def ask_once(mesh: Any, call: Callable[[Any], Awaitable[T]]) -> T:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.errors import SchemaError
-from forge.trace import Trace
+from forge.trace import TRAIN_LOOP, Trace
 
 Number = int | float
 Row = dict[str, Number | None]
@@ -157,15 +157,17 @@ class Meter:
     resumed had taken `elapsed_s` before.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, elapsed_s: float = 0.0) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, elapsed_s: float = 0.0, trace: Trace | None = None
+    ) -> None:
+        """What `timed` measures is written into `trace` as well."""
         self._clock = clock
         self._last = clock()
         self._start = self._last - elapsed_s
         self._totals: dict[str, Number] = {}
         self._values: dict[str, Number] = {}
         self._sources: list[Callable[[], Mapping[str, Number]]] = []
-        self.trace = Trace()
-        """What `timed` measures is written into it as well."""
+        self._trace = trace or Trace()
         self._reset()
 
     def include(self, source: Callable[[], Mapping[str, Number]]) -> None:
@@ -194,7 +196,7 @@ class Meter:
         """Adds the wall time of the block to `key`, also when the block raises."""
         start = self._clock()
         try:
-            with self.trace.span("train loop", key):
+            with self._trace.span(TRAIN_LOOP, key):
                 yield
         finally:
             self.add(key, self._clock() - start)

@@ -57,8 +57,8 @@ class RunConfig:
     tensorboard: bool = True
     """Write TensorBoard events into the run folder."""
     trace: bool = False
-    """Write trace.json into the run folder: what the loops, generators and environments did when, for Perfetto. Of
-    apps/worlds so far."""
+    """Write trace.json into the run folder, for Perfetto: what the train loop did when, and in apps/worlds what the
+    generators and environments did."""
     checkpoint: bool = True
     """Write the final model to checkpoint/ in the run folder, in Hugging Face format."""
     resume: str | None = None

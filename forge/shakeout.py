@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forge.metrics import Row
+from forge.report import facts
 
 WARM_UP_STEPS = 3
 """First steps of a run that are not measured: pipelines fill, kernels compile."""
@@ -97,11 +98,10 @@ def measure(rows: Sequence[Row], warm_up: int = WARM_UP_STEPS) -> Measured | Non
     wall_s = statistics.fmean(walls)
 
     def mean(key: str) -> float | None:
-        values = [float(value) for row in kept if (value := row.get(key)) is not None]
-        return statistics.fmean(values) if values else None
+        return facts.mean(facts.values(kept, key))
 
     def total(key: str) -> float:
-        return sum(float(row.get(key) or 0.0) for row in kept)
+        return facts.total(kept, key) or 0.0
 
     rollouts, wasted = total("extra/rollouts"), total("tokens/wasted")
     bound = mean("staleness/bound")

@@ -38,6 +38,7 @@ from functools import partial
 from typing import Any, Literal
 
 from forge.errors import ConfigError
+from forge.failure import first_line
 
 
 @dataclass
@@ -202,13 +203,6 @@ class Supervisor:
             self._start(self._restart(guard, reason))
         return True
 
-    def release(self, guard: Guard) -> None:
-        """The replica is taken out for good: what becomes of its mesh is nobody's failure, and it is ended."""
-        guard.disarm()
-        if self._guards.pop(guard.mesh, None) is not None:
-            self._dead.add(guard.mesh)
-            self._bury(guard.mesh)
-
     async def close(self) -> None:
         """Nothing is restarted any more; what is under way is cancelled."""
         for task in self._tasks:
@@ -229,7 +223,7 @@ class Supervisor:
             if not guard.budget.spend(reason):
                 self._give_up(guard.name, guard.budget.account())
                 return
-            guard.told(f"{guard.name} failed: {_line(reason)}; it is being restarted")
+            guard.told(f"{guard.name} failed: {first_line(reason)}; it is being restarted")
             guard.life, guard.died = guard.life + 1, ""
             guard.attempt = attempt = self._start(_run(guard.revive))
             try:
@@ -253,7 +247,3 @@ class Supervisor:
 
 async def _run(work: Callable[[], Awaitable[None]]) -> None:
     await work()
-
-
-def _line(reason: str) -> str:
-    return (reason.splitlines() or [""])[0]

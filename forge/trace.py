@@ -26,6 +26,8 @@ from typing import Any
 from forge.errors import RunFolderError
 
 _CLOSE_S = 30.0
+TRAIN_LOOP, GENERATE = "train loop", "generate"
+"""Lanes: what the train loop does, and turns that a generator has been asked for; every other is an environment's."""
 
 
 @dataclass(frozen=True)

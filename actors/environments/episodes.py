@@ -15,19 +15,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from actors.environments.base import Action, Worlds
-from actors.environments.groups import GroupPolicy, InARow, episodes_of_group
+from actors.environments.groups import GroupPolicy, Groups
 from actors.environments.parking import Parking, Round
 from actors.environments.templates import ChatTemplate
 from actors.environments.tool_calls import Parses
 from actors.environments.transcript import Transcript
 from actors.environments.turn_scores import RewardsTurns, TurnScores
 from actors.reward import Sample, Scores
-from actors.rollout import Generates, References, RewardModels, Rewards, Rollout, episode_seed, scored
+from actors.rollout import (
+    Generates,
+    References,
+    RewardModels,
+    Rewards,
+    Rollout,
+    episode_sample,
+    episode_seed,
+    scored,
+)
 from actors.vllm_engine import Completion
 from forge.data import Prompt
 from forge.episodes import EpisodeTokens, make_episodes_group
-from forge.errors import EnvironmentFailed
-from forge.trace import Trace
+from forge.trace import GENERATE, Trace
 
 
 @dataclass
@@ -112,7 +120,7 @@ class Player:
                 turn_seed = episode_seed(seed, 0, played.turns)
                 played.turns += 1
                 async with self.parking.turn(round, transcript.episode):
-                    with self.trace.span("generate", name, turn=played.turns):
+                    with self.trace.span(GENERATE, name, turn=played.turns):
                         (answer,) = await self.generators.generate([tokens], [turn_seed], limit, affinity=name)
                     action = self._said(transcript, answer, said.tools)
                 scores.ask(transcript.episode, tokens)
@@ -149,7 +157,7 @@ class EnvironmentRollout:
     def __init__(self, player: Player, *, turn_rewards: bool) -> None:
         """`turn_rewards`: for a loss that reads rewards of turns, see `loss.token_advantages`."""
         self._player, self._turn_rewards = player, turn_rewards
-        self._dropped = InARow(player.config)
+        self._groups = Groups(player.config)
 
     async def __call__(
         self,
@@ -177,14 +185,11 @@ class EnvironmentRollout:
             name = f"{group_id}/{place}/{attempt}/{uuid.uuid4().hex[:8]}"
             return await self._player.play(prompt.metadata, episode_seed(seed, group_id, place), name=name)
 
-        try:
-            played, cut = await episodes_of_group(play, group_size, oversample, self._player.config)
-        except EnvironmentFailed as error:
-            self._dropped.dropped(group_id, error)
+        if (found := await self._groups.play(group_id, play, group_size, oversample)) is None:
             return None
-        self._dropped.kept()
+        played, cut = found
         group = make_episodes_group([p.tokens for p in played], group_id=group_id, turn_rewards=self._turn_rewards)
-        samples = [_sample(p, prompt, decode) for p in played]
+        samples = [episode_sample(p.tokens, prompt, decode, finished=p.finish == "done") for p in played]
         scores = await self._scores(played, samples, reward)
         rollout = Rollout(group, samples, scores, cut)
         return await scored(rollout, advantage, len(played), reference=reference, reward_model=reward_model)
@@ -195,15 +200,3 @@ class EnvironmentRollout:
         added = await reward.score(samples) if reward is not None else Scores([0.0] * len(own), {})
         total = [sum(pair) for pair in zip(own, added.total, strict=True)]
         return Scores(total, {"environment": own, **added.parts}, added.timeouts)
-
-
-def _sample(played: Played, prompt: Prompt, decode: Callable[[Sequence[int]], str]) -> Sample:
-    begin = played.tokens.mask.index(True) if True in played.tokens.mask else len(played.tokens.mask)
-    return Sample(
-        prompt=decode(played.tokens.tokens[:begin]),
-        completion=decode(played.tokens.tokens[begin:]),
-        answer=prompt.answer,
-        metadata=prompt.metadata,
-        num_tokens=played.tokens.num_sampled,
-        finished=played.finish == "done",
-    )

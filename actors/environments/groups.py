@@ -1,7 +1,7 @@
 """From episodes to a group: who plays side by side, what a failed one does to the others, when to give up.
 
-    episodes_of_group(play, wanted, oversample, config)     play(place, attempt) is one episode
-    InARow(config).dropped(group_id, error)                 None, or the end of the run
+    groups = Groups(config)
+    await groups.play(group_id, play, wanted, oversample)     play(place, attempt) is one episode; None: it is dropped
 
 It knows nothing of what an episode is, besides how many tokens its policy sampled.
 """
@@ -115,23 +115,33 @@ async def _cancelled(tasks: set[asyncio.Task[Any]]) -> None:
         await asyncio.wait(tasks)
 
 
-class InARow:
-    """Counts groups that are dropped one after the other, so that a run that trains nothing ends."""
+class Groups:
+    """The groups of a run, which ends where too many of them are dropped one after the other."""
 
     def __init__(self, config: GroupPolicy) -> None:
-        self._limit = config.max_dropped_in_a_row
-        self._count = 0
+        self._config = config
+        self._dropped_in_a_row = 0
 
-    def kept(self) -> None:
-        """A group came about."""
-        self._count = 0
+    async def play(
+        self, group_id: int, play: Callable[[int, int], Awaitable[E]], wanted: int, oversample: int
+    ) -> tuple[list[E], int] | None:
+        """See `episodes_of_group`; None: the group is dropped.
 
-    def dropped(self, group_id: int, error: EnvironmentFailed) -> None:
-        """One more is dropped, because of `error`. Raises EnvironmentFailed with `max_dropped_in_a_row` before it."""
-        self._count += 1
+        Raises EnvironmentFailed when `max_dropped_in_a_row` were dropped before it.
+        """
+        try:
+            found = await episodes_of_group(play, wanted, oversample, self._config)
+        except EnvironmentFailed as error:
+            self._drop(group_id, error)
+            return None
+        self._dropped_in_a_row = 0
+        return found
+
+    def _drop(self, group_id: int, error: EnvironmentFailed) -> None:
+        self._dropped_in_a_row += 1
         _log.warning("group %d is dropped: %s", group_id, error)
-        if self._count > self._limit:
+        if self._dropped_in_a_row > self._config.max_dropped_in_a_row:
             raise EnvironmentFailed(
-                f"{self._count} groups in a row were dropped, episodes.max_dropped_in_a_row is {self._limit}; "
-                f"the last: {error}"
+                f"{self._dropped_in_a_row} groups in a row were dropped, episodes.max_dropped_in_a_row is "
+                f"{self._config.max_dropped_in_a_row}; the last: {error}"
             ) from error

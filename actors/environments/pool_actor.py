@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import concurrent_endpoint
 
 from actors.environments.base import Action, Observation, Step
 from actors.environments.config import EnvironmentConfig
@@ -28,7 +28,7 @@ from actors.environments.pool import EnvironmentPool
 from actors.environments.quarantine import task_key
 from actors.worker_process import START_DEADLINE_S
 from forge.errors import ActorFailed, ConfigError, DeadlineExceeded, EpisodeEnded
-from forge.lasting import ask, ask_once, end, set_up
+from forge.lasting import Beating, ask, ask_once, end, set_up
 from forge.mesh import within
 
 __all__ = ["EnvironmentActor", "EnvironmentClient", "EnvironmentConfig", "Environments", "Pool"]
@@ -52,15 +52,11 @@ class Pool(Protocol):
     async def shutdown(self) -> None: ...
 
 
-class EnvironmentActor(Actor):
+class EnvironmentActor(Beating):
     """One process, one EnvironmentPool."""
 
     def __init__(self, config: EnvironmentConfig, name: str = "environment") -> None:
         self._pool = EnvironmentPool(config, name=name)
-
-    @concurrent_endpoint
-    async def beat(self) -> None:
-        """An answer is all that is asked for."""
 
     @concurrent_endpoint
     async def start(self, task: dict[str, Any], episode: str) -> Observation:

@@ -22,13 +22,13 @@ import torch
 from tensordict import TensorDict
 
 from actors.environments.base import Action, Worlds
-from actors.environments.groups import GroupPolicy, InARow, episodes_of_group
+from actors.environments.groups import GroupPolicy, Groups
 from actors.environments.quarantine import task_key
 from actors.gateway.agents import AgentConfig, agent_task
 from actors.gateway.gateway import Gateway
 from actors.gateway.sessions import Session
-from actors.reward import Sample, Scores
-from actors.rollout import Generates, References, Rewards, Rollout, episode_seed
+from actors.reward import Scores
+from actors.rollout import Generates, References, Rewards, Rollout, episode_sample, episode_seed
 from forge.advantages import advantages
 from forge.data import Prompt
 from forge.episodes import EpisodeTokens, make_episodes_group
@@ -59,9 +59,8 @@ class AgentRollout:
         self, gateway: Gateway, agents: Worlds, agent: AgentConfig, policy: GroupPolicy, *, turn_rewards: bool
     ) -> None:
         """agents: runs `agent`. `turn_rewards`: for a loss that reads rewards of turns, see `loss.token_advantages`."""
-        self._gateway, self._agents, self._agent, self._policy = gateway, agents, agent, policy
-        self._turn_rewards = turn_rewards
-        self._in_a_row = InARow(policy)
+        self._gateway, self._agents, self._agent = gateway, agents, agent
+        self._turn_rewards, self._groups = turn_rewards, Groups(policy)
 
     async def __call__(
         self,
@@ -88,17 +87,14 @@ class AgentRollout:
         async def run(place: int, attempt: int) -> Ran:
             return await self._session(prompt.metadata, episode_seed(seed, group_id, place))
 
-        try:
-            ran, cut = await episodes_of_group(run, group_size, oversample, self._policy)
-        except EnvironmentFailed as error:
-            self._in_a_row.dropped(group_id, error)
+        if (found := await self._groups.play(group_id, run, group_size, oversample)) is None:
             return None
-        self._in_a_row.kept()
+        ran, cut = found
         group, owners = group_of_sessions(ran, group_id, advantage, turn_rewards=self._turn_rewards)
         if reference is not None:
             group["ref_logprobs"] = await reference.logprobs(group)
         rows = trained_rows(ran)
-        samples = [_sample(row, prompt, decode, ran[n].finished) for n, row in rows]
+        samples = [episode_sample(row, prompt, decode, finished=ran[n].finished) for n, row in rows]
         totals = [ran[n].total for n in owners.tolist()]
         return Rollout(group, samples, Scores(totals, {"agent": totals}), cut)
 
@@ -154,15 +150,3 @@ def group_of_sessions(
     group["rewards"] = totals[owners]
     group["advantages"] = advantages(totals, advantage, len(ran))[owners]
     return group, owners
-
-
-def _sample(row: EpisodeTokens, prompt: Prompt, decode: Callable[[Sequence[int]], str], finished: bool) -> Sample:
-    begin = row.mask.index(True)
-    return Sample(
-        prompt=decode(row.tokens[:begin]),
-        completion=decode(row.tokens[begin:]),
-        answer=prompt.answer,
-        metadata=prompt.metadata,
-        num_tokens=row.num_sampled,
-        finished=finished,
-    )

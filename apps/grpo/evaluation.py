@@ -6,7 +6,6 @@ A prompt is answered in one turn and scored by the run's rewards, as in `actors.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +16,7 @@ from actors.generator import GeneratorActor, GeneratorConfig, Generators, Replic
 from actors.rollout import rollout_group
 from actors.trainer import ModelSpec
 from forge.data import Prompt, PromptStream, load_task, make_encoder
+from forge.metrics import read_rows
 from forge.run_log import RunLog
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def make_evaluations(cfg: AppConfig, actors: Actors, log: RunLog) -> Evaluations
 
 def _evaluated(log: RunLog) -> list[int]:
     path = log.folder.evaluations_path
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+    return [int(row["step"] or 0) for row in read_rows(path)] if path.exists() else []
 
 
 async def _answer(

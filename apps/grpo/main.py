@@ -57,7 +57,7 @@ class Run:
 
     def __post_init__(self) -> None:
         cfg, actors = self.cfg, self.actors
-        self.meter = Meter(elapsed_s=self.log.elapsed_s)
+        self.meter = Meter(elapsed_s=self.log.elapsed_s, trace=self.log.trace)
         self.meter.include(actors.restarts)
         self.reward = TimedRewards(actors.reward, self.meter.add, "extra/reward_s")
         every, record = cfg.run.checkpoint_every, cfg.replay.record
@@ -101,7 +101,7 @@ async def rollout_loop(run: Run) -> None:
             continue
         run.meter.add("tokens/generated", rollout.num_tokens + rollout.num_tokens_cut)
         run.meter.add("extra/tokens_cut", rollout.num_tokens_cut)
-        run.episodes = rollout.records(actors.decode)
+        run.episodes = rollout.records(actors.decode, run.cfg.run.episodes_per_step)
         await actors.replay.add(ticket, rollout.group)
 
 

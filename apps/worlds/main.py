@@ -83,7 +83,6 @@ async def main(cfg: WorldsConfig, hosts: Hosts, stopping: Stopping) -> None:
             run.rollout = reports.counting(EnvironmentRollout(player, turn_rewards=cfg.loss.per_token))
             run.meter.include(reports.row)
             run.meter.include(player.parking.row)
-            run.meter.trace = log.trace
             async with reports.gathering():
                 await train(run, cluster, stopping)
             await worlds.shutdown()

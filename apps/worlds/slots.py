@@ -16,10 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forge.errors import ConfigError
-from forge.trace import Span, read_spans
-
-GENERATE = "generate"
-TRAIN = "train loop"
+from forge.trace import GENERATE, TRAIN_LOOP, Span, read_spans
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ def use(steps: Sequence[tuple[float, int]], begin_s: float, end_s: float, slots:
 
 def longest(spans: Sequence[Span]) -> list[Span]:
     """The longest step of an environment, and those that overlap it and are half as long at least."""
-    steps = [span for span in spans if span.lane not in (GENERATE, TRAIN) and span.arguments.get("turn")]
+    steps = [span for span in spans if span.lane not in (GENERATE, TRAIN_LOOP) and span.arguments.get("turn")]
     if not steps:
         raise ConfigError("the trace has no step of an environment; run with --run.trace")
     most = max(steps, key=lambda span: span.end_s - span.begin_s)
@@ -106,7 +103,7 @@ def draw(
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 4.5), sharex=True, height_ratios=(1, 2))
     for row, span in enumerate(sorted(slow, key=lambda span: span.begin_s)):
         above.barh(row, span.end_s - span.begin_s, left=span.begin_s, height=0.7, color="tab:red")
-    training = [span for span in spans if span.lane == TRAIN and span.name == "time/step_s"]
+    training = [span for span in spans if span.lane == TRAIN_LOOP and span.name == "time/step_s"]
     for span in training:
         above.barh(-1.5, span.end_s - span.begin_s, left=span.begin_s, height=0.9, color="tab:green")
     above.set_yticks([-1.5, (len(slow) - 1) / 2], ["trainer", f"slow steps\nof {slow[0].lane}"])

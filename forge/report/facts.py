@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from forge.metrics import NONFINITE, Row
-from forge.trace import Span
+from forge.trace import TRAIN_LOOP, Span
 
-TRAIN_LANE = "train loop"
 _PERCENTS = ("p50_s", "p95_s", "p99_s", "max_s")
 
 
@@ -280,7 +279,7 @@ def busy_lanes(spans: Sequence[Span]) -> list[Busy]:
     start, end = min(span.begin_s for span in spans), max(span.end_s for span in spans)
     wall_s = max(end - start, 1e-9)
     found = []
-    for lane in dict.fromkeys(span.lane for span in spans if span.lane != TRAIN_LANE):
+    for lane in dict.fromkeys(span.lane for span in spans if span.lane != TRAIN_LOOP):
         own = [span for span in spans if span.lane == lane]
         work_s = sum(span.end_s - span.begin_s for span in own)
         found.append(Busy(lane, _union_s(own) / wall_s, work_s / wall_s, len(own)))

@@ -19,6 +19,7 @@ from forge.report.facts import (
 from forge.report.runs import Run
 from forge.report.timeline import timeline, window
 from forge.report.words import duration, escaped, number, percent, size
+from forge.trace import GENERATE
 
 
 def waits(runs: Sequence[Run], facts: Sequence[Facts]) -> str:
@@ -42,8 +43,8 @@ def _waits_of(run: Run, facts: Facts, named: bool) -> str:
     since = ", from the second step on" if facts.waits_steps < facts.num_steps else ""
     bars = [_bar("Trainer", f"{duration(own.wall_s)} in all{since}", shares), _rollouts(facts)]
     for lane in busy_lanes(run.spans):
-        name = "Generators" if lane.lane == "generate" else lane.lane
-        what = "requests " if lane.lane == "generate" else ""
+        name = "Generators" if lane.lane == GENERATE else lane.lane
+        what = "requests " if lane.lane == GENERATE else ""
         more = f"{number(lane.at_once)} {what}at a time on average, from the trace"
         idle = [("p-busy", "at least one at work", lane.share, ""), ("p-idle", "none", 1 - lane.share, "")]
         bars.append(_bar(name, more, idle))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forge.report.charts import ticks
-from forge.report.facts import TRAIN_LANE
 from forge.report.words import duration, escaped, number
-from forge.trace import Span
+from forge.trace import TRAIN_LOOP, Span
 
 WIDTH = 860
 _LEFT, _RIGHT, _ROW, _TALL, _GAP = 104, 8, 11, 64, 18
@@ -23,7 +22,7 @@ def window(spans: Sequence[Span]) -> tuple[float, float, int, int] | None:
 
     Steps count from 1, in the trace. None where the train loop left no step.
     """
-    trained = sorted((s for s in spans if s.lane == TRAIN_LANE and s.name == "time/step_s"), key=lambda s: s.begin_s)
+    trained = sorted((s for s in spans if s.lane == TRAIN_LOOP and s.name == "time/step_s"), key=lambda s: s.begin_s)
     if not trained:
         return None
     first = max(0, (len(trained) - NUM_STEPS) // 2)
@@ -37,7 +36,7 @@ def timeline(spans: Sequence[Span], begin_s: float, end_s: float) -> str:
     """An SVG of `begin_s` to `end_s`: the train loop first, then the lanes in the order in which they came up."""
     shown = [span for span in spans if span.end_s > begin_s and span.begin_s < end_s]
     lanes = dict.fromkeys(span.lane for span in shown)
-    order = [lane for lane in (TRAIN_LANE,) if lane in lanes] + [lane for lane in lanes if lane != TRAIN_LANE]
+    order = [lane for lane in (TRAIN_LOOP,) if lane in lanes] + [lane for lane in lanes if lane != TRAIN_LOOP]
     scale = (WIDTH - _LEFT - _RIGHT) / max(1e-9, end_s - begin_s)
     top, parts = 4.0, list[str]()
     for lane in order:

@@ -246,6 +246,7 @@ class Fleet:
         )
         log: Any = SimpleNamespace(
             elapsed_s=0.0,
+            trace=None,
             checkpoints=None,
             start=0,
             patiently=lambda wait, why: wait,

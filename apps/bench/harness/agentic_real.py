@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from apps.bench.harness import intervals
+from apps.bench.harness.agentic_rows import PACE_COLUMNS
 from apps.bench.harness.agentic_scene import BOUND_OF, NAIVE, SYNC, SlowReversals
 from apps.bench.harness.arms import App, Arms, place_of, run_all
 from apps.bench.harness.rates import WARM_UP
@@ -22,12 +23,7 @@ MARGIN = 0.05
 UNIT_S = 0.1
 """Of the latencies: about what the engine takes for one turn of a batch, on two cores."""
 COLUMNS = (
-    Column("arm", "arm"),
-    Column("steps/s", "steps_per_s", ".3f"),
-    Column("tokens/s", "tokens_per_s", ".0f"),
-    Column("x sync", "ratio", ".2f"),
-    Column("from", "ratio_low", ".2f"),
-    Column("to", "ratio_high", ".2f"),
+    *PACE_COLUMNS,
     Column("trainer", "trainer_busy", ".0%"),
     Column("stale", "staleness_mean", ".2f"),
     Column("max", "staleness_max", ".0f"),

@@ -14,13 +14,16 @@ Found = tuple[Case, Mapping[str, float]]
 """A run and its `Figures`."""
 Row = dict[str, Any]
 HORIZON, LONG, TAIL = "20", "20-50", "heavy"
-COLUMNS = (
+PACE_COLUMNS = (
     Column("arm", "arm"),
     Column("steps/s", "steps_per_s", ".3f"),
     Column("tokens/s", "tokens_per_s", ".0f"),
     Column("x sync", "ratio", ".2f"),
     Column("from", "ratio_low", ".2f"),
     Column("to", "ratio_high", ".2f"),
+)
+COLUMNS = (
+    *PACE_COLUMNS,
     Column("ceiling", "ceiling", ".2f"),
     Column("share", "share", ".2f"),
     Column("pace", "pace", ".2f"),
