@@ -16,6 +16,7 @@ from pathlib import Path
 from actors.environments.sandbox import Sandbox, SandboxConfig
 from apps.doctor.checks import Report, merged
 from forge.errors import SandboxError
+from forge.memory import memory_limit_bytes
 
 _GIB = 2**30
 _NEEDED_MEMORY = 4 * _GIB
@@ -44,11 +45,11 @@ def cores_report(cores: int, load: float, quota: str) -> Report:
 def memory() -> Report:
     """Memory that is available, in the machine and in the container."""
     values = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    total, free = (int(values[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
+    free = int(values["MemAvailable"].split()[0]) * 1024
     limit, used = _cgroup("memory.max"), _cgroup("memory.current")
     if limit.isdecimal() and used.isdecimal():
-        total, free = min(total, int(limit)), min(free, int(limit) - int(used))
-    return memory_report(total, free)
+        free = min(free, int(limit) - int(used))
+    return memory_report(memory_limit_bytes(), free)
 
 
 def memory_report(total: int, free: int) -> Report:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from forge.report import words
 from forge.report.curves import window
 from forge.report.facts import Facts, time_to_reach
 from forge.report.runs import Run
@@ -39,8 +40,7 @@ def table(runs: Sequence[Run], facts: Sequence[Facts]) -> str:
     rows = [(name, cells) for name, cells in rows if any(cell.strip("-, ") for cell in cells)]
     if (reached := _reached(runs, facts)) is not None:
         rows.insert(3, reached)
-    head = "".join(f"<th>{escaped(name)}</th>" for name in ("", *(run.name for run in runs)))
-    return _table(head, rows)
+    return _beside(runs, rows)
 
 
 def _reached(runs: Sequence[Run], facts: Sequence[Facts]) -> tuple[str, list[str]] | None:
@@ -66,9 +66,8 @@ def configuration(runs: Sequence[Run]) -> str:
     if len(runs) > 1:
         keys = list(dict.fromkeys(key for run in runs for key in run.config if key not in _ELSEWHERE))
         differ = [key for key in keys if len({run.config.get(key) for run in runs}) > 1]
-        head = "".join(f"<th>{escaped(name)}</th>" for name in ("", *(run.name for run in runs)))
         rows = [(key, [run.config.get(key, "absent") for run in runs]) for key in differ]
-        parts.append(_table(head, rows) if rows else "<p>The configurations are the same.</p>")
+        parts.append(_beside(runs, rows) if rows else "<p>The configurations are the same.</p>")
     for run in runs:
         if run.config_text:
             title = f"config.yaml of {run.name}" if len(runs) > 1 else "config.yaml, all of it"
@@ -78,9 +77,8 @@ def configuration(runs: Sequence[Run]) -> str:
     return "".join(parts)
 
 
-def _table(head: str, rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    body = ""
-    for name, cells in rows:
-        listed = "".join(f'<td class="text">{escaped(cell)}</td>' for cell in cells)
-        body += f"<tr><td>{escaped(name)}</td>{listed}</tr>"
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+def _beside(runs: Sequence[Run], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """A column for each run, a row for each name."""
+    cells = ["".join(f'<td class="text">{escaped(cell)}</td>' for cell in texts) for _, texts in rows]
+    names = [f"<td>{escaped(name)}</td>" for name, _ in rows]
+    return words.table(("", *(run.name for run in runs)), [name + own for name, own in zip(names, cells, strict=True)])

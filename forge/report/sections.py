@@ -18,7 +18,7 @@ from forge.report.facts import (
 )
 from forge.report.runs import Run
 from forge.report.timeline import timeline, window
-from forge.report.words import duration, escaped, number, percent, size
+from forge.report.words import duration, escaped, number, percent, size, table
 from forge.trace import GENERATE
 
 
@@ -150,13 +150,11 @@ def latencies(runs: Sequence[Run]) -> str:
 
 def _table(found: Sequence[Latency], counted: str) -> str:
     rows = [
-        f'<tr><td class="left">{escaped(one.name)}: {escaped(one.part)}</td><td>{one.count:,}</td>'
+        f'<td class="left">{escaped(one.name)}: {escaped(one.part)}</td><td>{one.count:,}</td>'
         + "".join(f"<td>{duration(high)}</td>" for high in (one.p50_s, one.p95_s, one.p99_s, one.max_s))
-        + "</tr>"
         for one in found
     ]
-    head = "".join(f"<th>{name}</th>" for name in ("", counted, "half below", "95 % below", "99 % below", "longest"))
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+    return table(("", counted, "half below", "95 % below", "99 % below", "longest"), rows)
 
 
 def waste(runs: Sequence[Run], facts: Sequence[Facts]) -> str:
@@ -207,11 +205,8 @@ def memory(runs: Sequence[Run]) -> str:
     if not roles:
         return ""
     names = [run.name for run in runs] if len(runs) > 1 else ["peak"]
-    head = "".join(f"<th>{escaped(name)}</th>" for name in ("", *names))
-    rows = [
-        f"<tr><td>{escaped(role)}</td>{''.join(f'<td>{_peak(run, role)}</td>' for run in runs)}</tr>" for role in roles
-    ]
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+    rows = [f"<td>{escaped(role)}</td>{''.join(f'<td>{_peak(run, role)}</td>' for run in runs)}" for role in roles]
+    return table(("", *names), rows)
 
 
 def _peak(run: Run, role: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+from collections.abc import Sequence
 
 
 def escaped(text: object) -> str:
@@ -61,3 +62,10 @@ def size(num_bytes: float) -> str:
         if num_bytes >= scale:
             return f"{number(num_bytes / scale)} {unit}"
     return f"{num_bytes:.0f} bytes"
+
+
+def table(heads: Sequence[str], rows: Sequence[str]) -> str:
+    """A table that scrolls by itself where it is too wide; heads are texts, rows the markup of their cells."""
+    head = "".join(f"<th>{escaped(name)}</th>" for name in heads)
+    body = "".join(f"<tr>{cells}</tr>" for cells in rows)
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
