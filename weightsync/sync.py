@@ -7,6 +7,10 @@
 One buffer at most is being read, so a publish always finds another: the trainer never waits for a receiver. A
 version that is overtaken before anybody read it is counted as skipped; nobody may wait for one exact version, only
 for "this version or newer".
+
+A source that dies (`lose_source`) takes its snapshots with it: whoever wants weights waits until it has come back
+(`reconnect`) and published again, the newest version that it had published or a later one. That reaches every replica,
+whatever it holds; versions go on growing.
 """
 
 from __future__ import annotations
@@ -78,6 +82,11 @@ class _Replica:
     stage_s: float = 0.0
     pause_s: float = 0.0
     left: bool = False
+    outdated: bool = False
+    """What serves was made by a source that has died since."""
+
+    def behind(self, newest: _Snapshot) -> bool:
+        return self.outdated or self.version < newest.version
 
 
 @dataclass(frozen=True)
@@ -102,8 +111,8 @@ class WeightSync:
     """Publishes versions of one source to several sinks.
 
     Call order: `connect` once, then `publish` from the train loop and `run` as a task of its own; `join` brings in a
-    replica that comes later, `visit` replicas that keep a version until their next visit. Every wait ends at
-    `config.deadline_s`.
+    replica that comes later, `visit` replicas that keep a version until their next visit; `lose_source` and
+    `reconnect` where the source dies and comes back. Every wait ends at `config.deadline_s`.
     """
 
     def __init__(self, source: Source, sinks: Sequence[Sink], config: WeightSyncConfig | None = None) -> None:
@@ -113,6 +122,8 @@ class WeightSync:
         self._joining: list[_Joining] = []
         self._visits: list[_Visit] = []
         self._visitors: dict[str, _Replica] = {}
+        self._source_lost = False
+        self._reconnecting: asyncio.Future[None] | None = None
         self._endpoint: Endpoint | None = None
         self._newest: _Snapshot | None = None
         self._offered = -1
@@ -160,8 +171,12 @@ class WeightSync:
         self.applied_version = version
 
     async def publish(self, version: int) -> float:
-        """Snapshots `version`; returns the seconds that the trainer stood still for it."""
-        if version <= self.published_version:
+        """Snapshots `version`; returns the seconds that the trainer stood still for it.
+
+        Versions only grow: WeightSyncError. One that came back publishes the newest that it had published once more.
+        """
+        again = version == self.published_version and self._newest is None
+        if version <= self.published_version and not again:
             raise WeightSyncError(f"version {version} was published after {self.published_version}; versions only grow")
         begin = time.perf_counter()
         taken, newest = self._reading, self._newest
@@ -205,6 +220,21 @@ class WeightSync:
         self._wake.set()
         return await visit.brought
 
+    def lose_source(self) -> None:
+        """The source has died: nothing is offered, and nobody who waits for weights fails, until `reconnect`."""
+        self._source_lost, self._newest = True, None
+
+    async def reconnect(self) -> None:
+        """Meets the source that came back, while `run` runs; what it publishes next goes to all replicas.
+
+        Raises what goes wrong with that, WeightSyncError when `run` has ended.
+        """
+        if self.ended:
+            raise WeightSyncError("the trainer cannot come back to its generators: the weight loop has ended")
+        self._reconnecting = asyncio.get_running_loop().create_future()
+        self._wake.set()
+        await self._reconnecting
+
     def leave(self, sink: Sink) -> None:
         """Forgets a replica that has died: no update waits for it, and what goes wrong with it fails none."""
         for replica in self._replicas:
@@ -223,6 +253,7 @@ class WeightSync:
                 if self._closed:
                     return
                 self._wake.clear()
+                await self._meet_again()
                 await self._admit()
                 if self._newest is not None:
                     await self._update(self._newest)
@@ -233,6 +264,9 @@ class WeightSync:
                 await self._receive()
         finally:
             self._ended = True
+            if self._reconnecting is not None and not self._reconnecting.done():
+                text = "the trainer cannot come back to its generators: the weight loop has ended"
+                self._reconnecting.set_exception(WeightSyncError(text))
             for joining in self._joining:
                 if not joining.joined.done():
                     text = f"{joining.sink.name} cannot join: the weight loop has ended"
@@ -242,10 +276,12 @@ class WeightSync:
 
     async def _update(self, newest: _Snapshot) -> None:
         """Brings every replica that is behind to `newest`; a failure is raised, or leaves it behind for a retry."""
-        behind = [replica for replica in self._replicas if replica.version < newest.version]
+        behind = [replica for replica in self._replicas if replica.behind(newest)]
         if not behind:
             return
         errors = await self._bring(behind, newest)
+        if self._source_lost:
+            return  # that is why
         if not errors:
             self._failures = 0
             return
@@ -289,7 +325,7 @@ class WeightSync:
         except ForgeError as error:
             replica.epoch += 1
             return error
-        replica.version = offer.version
+        replica.version, replica.outdated = offer.version, False
         return None
 
     async def _transfer(self, replica: _Replica, offer: Offer) -> float:
@@ -305,41 +341,79 @@ class WeightSync:
                 half.cancel()
         return stage_s
 
+    async def _meet_again(self) -> None:
+        """Connects the source that came back, and every replica to it."""
+        reconnecting = self._reconnecting
+        if reconnecting is None or reconnecting.done():
+            return
+        self._visitors.clear()
+        self._offered, self._source_lost = -1, False
+        try:
+            self._endpoint = await self._within(self._source.connect(), "the trainer's weight layout")
+            for replica in (met := list(self._replicas)):
+                replica.outdated, replica.staged = True, -1
+            outcomes = await asyncio.gather(*(self._meet(replica) for replica in met), return_exceptions=True)
+            for replica, outcome in zip(met, outcomes, strict=True):
+                if isinstance(outcome, BaseException) and not replica.left:
+                    raise outcome
+        except Exception as error:
+            self._source_lost = True
+            if not reconnecting.done():
+                reconnecting.set_exception(error)
+        else:
+            if not reconnecting.done():
+                reconnecting.set_result(None)
+
+    @property
+    def _nothing_to_read(self) -> bool:
+        """Whether the newest version lies nowhere: its place is being written over, or its source has died.
+
+        The publish that ends this wakes `run`.
+        """
+        return self._source_lost or (self._newest is None and self.published_version > 0)
+
     async def _admit(self) -> None:
         """Connects the replicas that want to join and brings each to the newest version before it counts."""
         while self._joining:
             joining = self._joining[0]  # stays there until it has been answered
-            if self._newest is None and self.published_version > 0:
-                return  # the only snapshot is being written over: the publish that does so wakes us
+            if self._nothing_to_read:
+                return
             replica = _Replica(joining.sink)
             try:
                 await self._meet(replica)
-                while (newest := self._newest) is not None and replica.version < newest.version:
+                while (newest := self._newest) is not None and replica.behind(newest):
                     if errors := await self._bring([replica], newest):
                         raise errors[0]
             except Exception as error:
+                if self._source_lost:
+                    return
                 if not joining.joined.done():
                     joining.joined.set_exception(error)
             else:
+                if self._source_lost:
+                    return  # it may have met the one that died
                 if not joining.joined.done():  # who asked for it may have left
                     self._replicas.append(replica)
                     joining.joined.set_result(replica.version)
             self._joining.pop(0)
 
     async def _receive(self) -> None:
-        """Answers the visits; while the only snapshot is being written over, the publish that does so wakes us."""
+        """Answers the visits."""
         while self._visits:
             visit = self._visits[0]  # stays there until it has been answered
+            if self._nothing_to_read:
+                return
             try:
                 for sink in visit.sinks:
                     if sink.name not in self._visitors:
                         await self._meet(replica := _Replica(sink))
                         self._visitors[sink.name] = replica
-                newest = self._newest
-                if newest is None and self.published_version > 0:
+                if self._nothing_to_read:
                     return
-                version = await self._host([self._visitors[sink.name] for sink in visit.sinks], newest)
+                version = await self._host([self._visitors[sink.name] for sink in visit.sinks], self._newest)
             except Exception as error:
+                if self._source_lost:
+                    return
                 if not visit.brought.done():
                     visit.brought.set_exception(error)
             else:
@@ -348,7 +422,7 @@ class WeightSync:
             self._visits.pop(0)
 
     async def _host(self, visitors: Sequence[_Replica], newest: _Snapshot | None) -> int:
-        behind = [visitor for visitor in visitors if newest and visitor.version < newest.version]
+        behind = [visitor for visitor in visitors if newest and visitor.behind(newest)]
         if behind and newest and (errors := await self._bring(behind, newest)):
             raise errors[0]
         return visitors[0].version

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from forge.errors import WeightSyncError
+from forge.errors import ActorFailed, WeightSyncError
 from weightsync.config import WeightSyncConfig
 from weightsync.layout import make_layout
 from weightsync.offer import Endpoint, Offer
@@ -25,20 +25,35 @@ class FakeTrainer:
         self.offers: list[Offer] = []
         self.sent: list[tuple[str, int, int]] = []
         self.failing: set[int] = set()
+        self.life, self.dead = 0, False
+
+    def die(self) -> None:
+        self.buffers, self.dead = [-1, -1], True
+
+    def come_back(self) -> None:
+        self.life, self.dead = self.life + 1, False
+
+    def check_alive(self) -> None:
+        if self.dead:
+            raise ActorFailed("trainer", "killed")
 
     async def connect(self) -> Endpoint:
+        self.check_alive()
         layout = make_layout([("w", (2,), torch.float32)])
         return Endpoint("fake", layout, [layout], [None], 1.0)
 
-    async def add_peer(self, peer: str, needed: Any) -> None: ...
+    async def add_peer(self, peer: str, needed: Any) -> None:
+        self.check_alive()
 
     async def snapshot(self, version: int, buffer: int) -> float:
+        self.check_alive()
         self.buffers[buffer] = -1
         await asyncio.sleep(0)
         self.buffers[buffer] = version
         return 0.0
 
     async def offer(self, version: int, buffer: int, base: int) -> Offer:
+        self.check_alive()
         if version in self.failing:
             self.failing.remove(version)
             raise WeightSyncError(f"no checksum of version {version}")
@@ -59,10 +74,12 @@ class FakeReplica:
         self.may_flip.set()
         self.failing: list[Exception] = []
         self.staged, self.applied = -1, [0]
+        self.life, self.lives = 0, [0]
         self.flipping = False
         self._applied = asyncio.Event()
 
     async def connect(self, endpoint: Endpoint) -> list[dict[str, Any]]:
+        self.life = self.trainer.life
         return [{"w": ((0, 2),)}]
 
     async def stage(self, offer: Offer) -> float:
@@ -74,6 +91,8 @@ class FakeReplica:
         await asyncio.sleep(0)
         if self.failing:
             raise self.failing.pop(0)
+        if self.life != self.trainer.life or self.trainer.dead:
+            raise WeightSyncError("the trainer's memory is gone")
         after = self.trainer.buffers[offer.buffer]
         assert before == after == offer.version, "a buffer was overwritten while it was read"
         self.staged = offer.version
@@ -85,8 +104,9 @@ class FakeReplica:
         await asyncio.sleep(0)
         await self.may_flip.wait()
         self.flipping = False
-        assert version > self.applied[-1], "versions only grow"
+        assert (version, self.life) > (self.applied[-1], self.lives[-1]), "versions only grow"
         self.applied.append(version)
+        self.lives.append(self.life)
         self._applied.set()
         return 0.001
 
@@ -344,7 +364,7 @@ def test_versions_only_grow() -> None:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_in_any_order_of_publishes_stops_failures_and_joins_no_buffer_is_torn_and_the_last_version_arrives(
+def test_in_any_order_of_publishes_stops_failures_joins_and_deaths_no_buffer_is_torn_and_the_last_version_arrives(
     seed: int,
 ) -> None:
     async def scenario() -> None:
@@ -356,7 +376,9 @@ def test_in_any_order_of_publishes_stops_failures_and_joins_no_buffer_is_torn_an
         async with Running(trainer, replicas[:2], max_failures=1000) as running:
             for _ in range(60):
                 replica = rng.choice(replicas)
-                match rng.choice(["publish", "publish", "stop", "go", "hold", "flip", "fail", "fail offer", "join"]):
+                match rng.choice(
+                    ["publish", "publish", "stop", "go", "hold", "flip", "fail", "fail offer", "join", "die"]
+                ):
                     case "publish":
                         version += 1
                         await running.sync.publish(version)
@@ -375,6 +397,17 @@ def test_in_any_order_of_publishes_stops_failures_and_joins_no_buffer_is_torn_an
                     case "join" if not joins:
                         replicas[2].failing.clear()
                         joins.append(asyncio.create_task(running.sync.join(replicas[2])))
+                    case "die":
+                        trainer.die()
+                        running.sync.lose_source()
+                        await turns(rng.randrange(8))
+                        for replica in replicas:
+                            replica.may_go_on.set()
+                            replica.may_flip.set()
+                        trainer.come_back()
+                        await running.sync.reconnect()
+                        await running.sync.publish(max(1, version))
+                        version = max(1, version)
                 await turns(rng.randrange(8))
             replicas[2].failing.clear()
             for replica in replicas:
@@ -444,5 +477,75 @@ def test_a_visit_that_nobody_can_answer_any_more_is_cancelled() -> None:
             running.sync.close()
         with pytest.raises(asyncio.CancelledError):
             await visiting
+
+    run(scenario)
+
+
+def test_a_source_that_comes_back_publishes_its_newest_version_once_more_and_nobody_fails_meanwhile() -> None:
+    async def scenario() -> None:
+        trainer = FakeTrainer()
+        serving, late, visitor = (FakeReplica(trainer, name) for name in ("generator_0", "generator_1", "evaluator_0"))
+        async with Running(trainer, [serving], max_failures=1) as running:
+            sync = running.sync
+            await sync.publish(1)
+            await serving.until(1)
+            assert await sync.visit([visitor]) == 1
+            serving.may_go_on.clear()
+            await sync.publish(2)
+            await turns()
+            trainer.die()
+            sync.lose_source()
+            serving.may_go_on.set()
+            joining, visiting = asyncio.create_task(sync.join(late)), asyncio.create_task(sync.visit([visitor]))
+            await turns()
+            assert not joining.done()
+            assert not visiting.done()
+            assert serving.applied == [0, 1]
+            trainer.come_back()
+            await sync.reconnect()
+            await turns()
+            assert not joining.done(), "version 2 was published, and is nowhere yet"
+            with pytest.raises(WeightSyncError, match="versions only grow"):
+                await sync.publish(1)
+            await sync.publish(2)
+            assert (await joining, await visiting) == (2, 2)
+            await serving.until(2)
+            await sync.publish(3)
+            await serving.until(3)
+        assert [a.version for a in running.seen] == [1, 2, 3]
+        assert (sync.failures, serving.lives) == (0, [0, 0, 1, 1])
+
+    run(scenario)
+
+
+def test_replicas_that_hold_the_newest_version_get_it_again_from_a_source_that_came_back() -> None:
+    async def scenario() -> None:
+        trainer = FakeTrainer()
+        serving = FakeReplica(trainer)
+        async with Running(trainer, [serving]) as running:
+            await running.sync.publish(1)
+            await serving.until(1)
+            running.sync.lose_source()
+            trainer.die()
+            again = asyncio.create_task(running.sync.reconnect())
+            with pytest.raises(ActorFailed):
+                await again
+            trainer.come_back()
+            await running.sync.reconnect()
+            await running.sync.publish(1)
+            await turns()
+        assert (serving.applied, serving.lives) == ([0, 1, 1], [0, 0, 1])
+        assert [a.version for a in running.seen] == [1]
+
+    run(scenario)
+
+
+def test_a_source_cannot_come_back_once_the_loop_has_ended() -> None:
+    async def scenario() -> None:
+        trainer = FakeTrainer()
+        async with Running(trainer, [FakeReplica(trainer)]) as running:
+            pass
+        with pytest.raises(WeightSyncError, match="the weight loop has ended"):
+            await running.sync.reconnect()
 
     run(scenario)
