@@ -1,5 +1,7 @@
 """The data plane: TensorDicts between processes of one host, while messages carry only handles.
 
+Between nodes the messages carry the bytes, some 100 MB/s: see ACROSS_NODES_ENV, which `forge.mesh.Cluster` sets.
+
     sender                            message            receiver
     put(td) -> Handle    (one copy)  --------->   open(handle) -> TensorDict  (no copy)
     td = alloc(like); fill it                     take(handle) -> TensorDict  (one copy, holds nothing)
@@ -39,6 +41,8 @@ from forge.segment import Segment, SegmentRef, identity
 __all__ = ["Handle", "Pool", "PoolStats", "Segment", "SegmentRef"]
 __all__ += ["alloc", "close", "default_pool", "open", "put", "reclaim", "set_default_pool", "take"]
 
+ACROSS_NODES_ENV = "MESHFORGE_ACROSS_NODES"
+"""Set in the processes of a run where memory is not enough: TensorDicts travel inside their handles, as messages."""
 MAX_READERS = 64
 """Receivers that one handle can have."""
 
@@ -83,7 +87,7 @@ class Pool:
     """Sends from memory that it owns, opens what others sent. Any thread may call any method.
 
     max_bytes: shared memory that this pool may own; default a quarter of the machine's or the container's
-    inline_bytes: TensorDicts of fewer bytes travel inside the handle
+    inline_bytes: TensorDicts of fewer bytes travel inside the handle; None: all do, as they must between nodes
     wait_s: how long `put` and `alloc` wait for memory once max_bytes is reached
     unopened_s: after how long the memory of a handle that nobody opened may be used again
     """
@@ -92,7 +96,7 @@ class Pool:
         self,
         max_bytes: int | None = None,
         *,
-        inline_bytes: int = 64 * 1024,
+        inline_bytes: int | None = 64 * 1024,
         wait_s: float = 60.0,
         unopened_s: float = 3600.0,
     ) -> None:
@@ -127,10 +131,10 @@ class Pool:
         if any(leaf.is_meta for leaf in leaves):
             raise ChannelError("a leaf is on the meta device and has no bytes; fill what `alloc` returns instead")
         handle = Handle(next(self._tickets), readers, layout.nbytes, tuple(td.batch_size), layout.dumps())
-        resident = self._put_resident(handle, layout, leaves)
+        resident = None if self.inline_bytes is None else self._put_resident(handle, layout, leaves)
         if resident is not None:
             return resident
-        if layout.nbytes < self.inline_bytes:
+        if self.inline_bytes is None or layout.nbytes < self.inline_bytes:
             memory = bytearray(layout.nbytes)
             write(layout, leaves, memory)
             return replace(handle, payload=bytes(memory))
@@ -305,10 +309,10 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def default_pool() -> Pool:
-    """The pool of this process, made with default limits on first use."""
+    """The pool of this process, made with default limits on first use; ACROSS_NODES_ENV makes one of messages."""
     with _default_lock:
         if not _default:
-            _default.append(Pool())
+            _default.append(Pool(inline_bytes=None) if os.environ.get(ACROSS_NODES_ENV) else Pool())
         return _default[0]
 
 

@@ -4,6 +4,7 @@
     |- ConfigError(ValueError)         a value the user gave cannot work; raised before any process starts, exit code 2
     |- SchemaError(ValueError)         a TensorDict does not follow the schema of forge/batch.py
     |- LaunchError                     the hosts or processes of a run could not be brought up
+    |  '- NodeLost                     a node of the run is gone, and nothing can be started there
     |- ActorFailed                     an actor's process died, or an actor raised where nobody can answer for it
     |- DeadlineExceeded(TimeoutError)  a wait reached its deadline; names what was waited for
     |- ChannelError                    the data plane: a segment is gone, a handle is stale, a budget is reached
@@ -43,6 +44,10 @@ class SchemaError(ForgeError, ValueError):
 
 class LaunchError(ForgeError):
     """The run could not be brought up."""
+
+
+class NodeLost(LaunchError):
+    """A node of the run is gone."""
 
 
 class ActorFailed(ForgeError):

@@ -16,6 +16,7 @@ authenticated (Monarch has no TLS): use a network that you trust.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -23,15 +24,15 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from forge import nodes
 from forge.controller import Controller, Stopping, exit_at_once, exit_on_signals
 from forge.errors import LaunchError
+from forge.nodes import Node
 from forge.processes import kill_marked
 
 if TYPE_CHECKING:
@@ -88,8 +89,10 @@ class Hosts:
     """Number of nodes."""
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Marks every process of the run, in its environment."""
-    leashes: Sequence[socket.socket] = ()
-    """One connection to each other node; it carries the exit code, and its loss ends the node."""
+    nodes: Sequence[Node] = ()
+    """The nodes but the controller's."""
+    lost: dict[int, str] = field(default_factory=dict)
+    """Which of them are gone, by number, and what is known of it."""
     local_worker: subprocess.Popen[bytes] | None = None
     """The controller node's own host process, where there are several nodes."""
 
@@ -101,9 +104,13 @@ class Hosts:
         """End every process of the run, within half a minute whatever is broken; Monarch is spent then."""
         from monarch.actor import shutdown_context
 
-        for leash in self.leashes:
-            _best_effort(partial(leash.sendall, bytes([code % 256])))
-        if self.num_hosts > 1:
+        for node in self.nodes:
+            # To a node that is lost it cannot be sent, and that has been said.
+            with contextlib.suppress(OSError):
+                node.leash.sendall(bytes([code % 256]))
+        if self.lost and self.local_worker is not None:
+            self.local_worker.kill()  # Monarch's way to end it would wait for the lost ones
+        elif self.num_hosts > 1:
             _best_effort(lambda: self.mesh.shutdown().get(timeout=_SHUTDOWN_S))
         if self.local_worker is not None:
             _best_effort(lambda: self.local_worker and self.local_worker.wait(_SHUTDOWN_S))
@@ -172,27 +179,26 @@ def _several_nodes(node: int, num_nodes: int, slots: int) -> Hosts:
     _strip_torchrun_env()
     if node != 0:
         leash_ip, _, leash_port = store.get("meshforge/leash").decode().rpartition(":")
-        _serve_node(socket.create_connection((leash_ip, int(leash_port)), timeout=_JOIN_S), ip, address)
+        _serve_node(nodes.connect(node, (leash_ip, int(leash_port)), _JOIN_S), ip, address)
     from monarch.actor import attach_to_workers, enable_transport
 
     worker = _start_host_worker(ip, address)
     enable_transport(f"tcp://{ip}:0")
     try:
-        leashes = _take_leashes(store, ip, num_nodes - 1)
+        others = _take_leashes(store, ip, num_nodes - 1)
         addresses = [store.get(f"meshforge/host/{index}").decode() for index in range(num_nodes)]
         mesh = attach_to_workers(ca="trust_all_connections", workers=list(addresses), name="hosts")
         mesh.initialized.get(timeout=_JOIN_S)
     except Exception as error:
         raise LaunchError(f"{num_nodes} nodes could not be joined within {_JOIN_S:g} s: {error}") from error
-    return Hosts(mesh, slots, num_nodes, leashes=leashes, local_worker=worker)
+    return Hosts(mesh, slots, num_nodes, nodes=others, local_worker=worker)
 
 
-def _take_leashes(store: Any, ip: str, count: int) -> list[socket.socket]:
-    """A connection from each of the other `count` nodes."""
+def _take_leashes(store: Any, ip: str, count: int) -> list[Node]:
+    """The other `count` nodes, which find the way through torchrun's store."""
     with socket.create_server((ip, 0)) as server:
-        server.settimeout(_JOIN_S)
         store.set("meshforge/leash", f"{ip}:{server.getsockname()[1]}")
-        return [server.accept()[0] for _ in range(count)]
+        return nodes.accept(server, count, _JOIN_S)
 
 
 def _serve_node(leash: socket.socket, ip: str, address: str) -> NoReturn:
@@ -200,32 +206,13 @@ def _serve_node(leash: socket.socket, ip: str, address: str) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     codes: queue.Queue[int] = queue.Queue()
-    threading.Thread(target=_obey, args=(leash, codes), daemon=True).start()
+    threading.Thread(target=nodes.obey, args=(leash, codes), daemon=True).start()
     from monarch.actor import enable_transport, run_worker_loop_until_shutdown
 
     enable_transport(f"tcp://{ip}:0")
     run_worker_loop_until_shutdown(address=address, ca="trust_all_connections")
     # With the controller's code: a torchrun agent whose node succeeds waits minutes for one whose node failed.
     exit_at_once(codes.get(timeout=_SHUTDOWN_S))
-
-
-def _obey(leash: socket.socket, codes: queue.Queue[int], grace_s: float = 20.0) -> None:
-    """End this node with the controller, of whose death torchrun does not tell the other nodes."""
-    leash.settimeout(None)
-    leash.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
-        leash.setsockopt(socket.IPPROTO_TCP, option, value)
-    try:
-        message = leash.recv(1)
-    except OSError:
-        message = b""
-    if not message:
-        print("the controller is gone; this node ends", file=sys.stderr, flush=True)
-        exit_at_once(1)
-    codes.put(message[0])
-    # Shutting down Monarch's host ends this process before that.
-    time.sleep(grace_s)
-    exit_at_once(message[0])
 
 
 def _start_host_worker(ip: str, address: str) -> subprocess.Popen[bytes]:

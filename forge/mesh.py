@@ -26,9 +26,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeVar
 
-from forge.errors import ActorFailed, ConfigError, DeadlineExceeded, ForgeError
+from forge.channel import ACROSS_NODES_ENV
+from forge.errors import ActorFailed, ConfigError, DeadlineExceeded, ForgeError, NodeLost
 from forge.failure import explain, is_supervision_error, remote_exception, root_cause
 from forge.launch import Hosts
+from forge.nodes import Node
 from forge.placement import (
     MeshConfig,
     Placement,
@@ -112,6 +114,9 @@ class Cluster:
         self._stop_timeout_s = stop_timeout_s
         self._meshes: dict[str, Any] = {}
         self._names: set[str] = set()
+        self._spans: dict[str, range] = {}
+        if placement.batches_leave_the_first_node():
+            os.environ[ACROSS_NODES_ENV] = "1"
         self._leaving = False
         self._ending = False
         self._watchers = 0
@@ -137,7 +142,7 @@ class Cluster:
     def same_host(self, *roles: str) -> bool:
         """Whether all processes of these roles run on one node."""
         placed = [replica for role in roles for replica in self._placement.replicas(role)]
-        return len({host for r in placed for host in range(r.first_host, r.first_host + r.num_hosts)}) == 1
+        return len({node for replica in placed for node in _nodes_of(replica)}) == 1
 
     async def spawn(
         self,
@@ -167,9 +172,11 @@ class Cluster:
             self._supervisor.watch(guard)
         if place.name in self._meshes:
             raise ConfigError(f"mesh {place.name} exists already; use another role name or replica number")
+        if gone := [text for node, text in self._hosts.lost.items() if node in _nodes_of(place)]:
+            raise NodeLost(f"{place.name} cannot start: {gone[0]}")
         procs = self._this_process(env or {}) if self._debug else self._start_processes(place, env or {})
         if not self._debug:
-            self._meshes[place.name] = procs
+            self._meshes[place.name], self._spans[place.name] = procs, _nodes_of(place)
             await within(self._spawn_timeout_s, f"the processes of {place.name}", procs.initialized)
             self._deaths.watch(place.name, self._hosts.run_id, len(place.envs), self._hosts.parents())
         actor = procs.spawn(place.name, actor_class, *args, **kwargs)
@@ -195,7 +202,8 @@ class Cluster:
         command = default_bootstrap_cmd()
         # -P keeps the current directory off the module path: a package there could pass for one of ours.
         command.args = ["-P", "-m", "forge.child", *command.args]
-        common = {**env, "PYTHONPATH": _module_path(), RUN_ID_ENV: f"{self._hosts.run_id}/{place.name}"}
+        across = {key: os.environ[key] for key in (ACROSS_NODES_ENV,) if key in os.environ}
+        common = {**env, **across, "PYTHONPATH": _module_path(), RUN_ID_ENV: f"{self._hosts.run_id}/{place.name}"}
 
         def bootstrap(point: Point) -> Any:
             return command.with_env({**place.envs[point.rank], **common, RANK_ENV: str(point.rank)})
@@ -222,6 +230,15 @@ class Cluster:
         if self._ending or self.failure is not None or self._supervisor.takes(name, reason):
             return
         self._end(name, reason)
+
+    def _lose(self, node: Node) -> None:
+        """The node's leash says that it is gone: what ran there is dead, whatever Monarch finds out later."""
+        self._loop.remove_reader(node.leash)
+        lost = self._hosts.lost
+        lost[node.index] = f"{node} is lost: {node.why_lost()}"
+        for name in list(self._meshes):
+            if node.index in self._spans.get(name, ()):
+                self.fail(name, lost[node.index])
 
     def _end(self, name: str, reason: str) -> None:
         """The run cannot go on without the actor `name`."""
@@ -254,6 +271,8 @@ class Cluster:
         self._loop = asyncio.get_running_loop()
         self._context = contextvars.copy_context()
         self._deaths = DeathWatch(self.fail)
+        for node in self._hosts.nodes:
+            self._loop.add_reader(node.leash, self._lose, node)
         Cluster._current = self
         # Stays for good: late failures of meshes that have been stopped must not end the process either.
         monarch.actor.unhandled_fault_hook = _on_fault
@@ -278,6 +297,8 @@ class Cluster:
                     raise
             finally:
                 self._deaths.close()
+                for node in self._hosts.nodes:
+                    self._loop.remove_reader(node.leash)
                 Cluster._ended |= self._names
                 Cluster._current = None
         if self.failure is None:
@@ -308,9 +329,13 @@ class Cluster:
         except Exception as error:
             killed = kill_marked(self._hosts.run_id, name=name)
             reason = f"{type(error).__name__}: {error}".rstrip(": ")
-            if quiet:
-                return  # its processes were dead, or have been killed before
+            if quiet or not self._hosts.lost.keys().isdisjoint(self._spans.get(name, ())):
+                return  # its processes were dead, or have been killed before, or their node is gone
             print(f"mesh {name} did not stop ({reason}); killed {killed} process(es)", file=sys.stderr)
+
+
+def _nodes_of(place: ReplicaPlacement) -> range:
+    return range(place.first_host, place.first_host + place.num_hosts)
 
 
 def _on_fault(failure: MeshFailure) -> None:

@@ -38,7 +38,7 @@ class RoleConfig(FailurePolicy):
     replicas: int = 1
     """Independent copies of the role; the trainer has exactly 1."""
     pool: str = DEFAULT_POOL
-    """Name of the pool of device slots that the role draws from."""
+    """Name of the pool of device slots that the role draws from; a role on host cores runs on the pool's nodes."""
     threads: int = 1
     """CPU threads of each process (OMP_NUM_THREADS)."""
 
@@ -114,6 +114,11 @@ class Placement:
     def replicas(self, role: str) -> tuple[ReplicaPlacement, ...]:
         """All of `role`, in order."""
         return self.roles[role].replicas if role in self.roles else (self.replica(role, 0),)
+
+    def batches_leave_the_first_node(self) -> bool:
+        """Whether a role that is handed episodes runs on other nodes than the replay, which is the controller's."""
+        handed = [r for role, placed in self.roles.items() if role not in _ONE_PROCESS_ROLES for r in placed.replicas]
+        return any(replica.first_host + replica.num_hosts > 1 for replica in handed)
 
     def replica(self, role: str, replica: int) -> ReplicaPlacement:
         """The processes of `role` number `replica`.
@@ -231,8 +236,9 @@ def plan_placement(
                 for index, start in enumerate(starts)
             )
         else:
+            nodes = range(pool.begin // slots, (pool.end - 1) // slots + 1)
             replicas = tuple(
-                _on_cores(role, index, procs, num_hosts, device, role_cfg.threads) for index in range(role_cfg.replicas)
+                _on_cores(role, index, procs, nodes, device, role_cfg.threads) for index in range(role_cfg.replicas)
             )
         placed[role] = RolePlacement(procs, replicas)
     return Placement(device, placed)
@@ -397,12 +403,12 @@ def _on_slots(
 
 
 def _on_cores(
-    role: str, index: int, procs: int, num_hosts: int, device: Literal["cpu", "cuda"], threads: int
+    role: str, index: int, procs: int, nodes: Sequence[int], device: Literal["cpu", "cuda"], threads: int
 ) -> ReplicaPlacement:
-    """A replica without device slots; replicas go round the nodes."""
+    """A replica without device slots; replicas go round the `nodes` of their pool."""
     per_host = 1 if role in _ONE_PROCESS_ROLES else procs
     envs = tuple(_env(threads, device, ()) for _ in range(per_host))
-    return ReplicaPlacement(f"{role}_{index}", (), index % num_hosts, 1, per_host, envs)
+    return ReplicaPlacement(f"{role}_{index}", (), nodes[index % len(nodes)], 1, per_host, envs)
 
 
 def _env(threads: int, device: Literal["cpu", "cuda"], names: Sequence[str]) -> dict[str, str]:

@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from forge.errors import ConfigError
+from forge.errors import ConfigError, NodeLost
 from forge.failure import first_line
 
 
@@ -156,12 +156,15 @@ class Supervisor:
     def __init__(self, bury: Callable[[str], None], give_up: Callable[[str, str], None]) -> None:
         self._bury, self._give_up = bury, give_up
         self._guards: dict[str, Guard] = {}
+        self._all: list[Guard] = []
         self._dead: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def watch(self, guard: Guard) -> None:
         """The death of the guard's mesh is the guard's, once it is armed."""
         self._guards[guard.mesh] = guard
+        if guard not in self._all:
+            self._all.append(guard)
         guard.supervisor = self
 
     def listen(self, guard: Guard) -> None:
@@ -239,10 +242,22 @@ class Supervisor:
                 self.listen(guard)
                 guard.told(f"{guard.name} serves again, {time.monotonic() - begin:.1f} s after it failed")
                 return
+            if isinstance(error, NodeLost):
+                self._retire(guard, str(error))
+                return
             reason = guard.died or f"its restart failed: {type(error).__name__}: {error}"
             if self._guards.pop(guard.mesh, None) is not None:
                 self._dead.add(guard.mesh)
                 self._bury(guard.mesh)
+
+    def _retire(self, guard: Guard, reason: str) -> None:
+        """Its node is gone, so it has no place any more: others of its role go on, or else the run ends."""
+        guard.disarm()
+        others = [other.name for other in self._all if other.role == guard.role and other.armed]
+        if others:
+            guard.told(f"{reason}; the run goes on with {', '.join(others)}")
+        else:
+            self._give_up(guard.name, reason)
 
 
 async def _run(work: Callable[[], Awaitable[None]]) -> None:

@@ -250,6 +250,16 @@ def test_a_small_tensordict_in_a_handle_is_a_snapshot_that_may_be_written(pool: 
     assert pool.open(handle)["a"].tolist() == [0.0] * 4
 
 
+def test_without_a_limit_everything_travels_in_handles_whatever_it_was_allocated_for() -> None:
+    far = Pool(inline_bytes=None)
+    td = far.alloc(small())
+    td.update_(small(3.0))
+    handle = far.put(td)
+    assert handle.segment is None
+    td.zero_()
+    assert_same(far.open(pickle.loads(pickle.dumps(handle))), small(3.0))
+
+
 def test_a_handle_of_twenty_leaves_is_smaller_than_4_kb(pool: Pool) -> None:
     td = TensorDict({f"a_rather_long_key_{i:02}": torch.zeros(64, 512) for i in range(20)}, batch_size=[64])
     handle = pool.put(td)
