@@ -91,6 +91,11 @@ class ReplayActor(Actor):
         await self._replay.fail(ticket)
 
     @endpoint
+    async def rewind(self, version: int) -> list[int]:
+        """See `Replay.rewind`."""
+        return await self._replay.rewind(version)
+
+    @endpoint
     async def release(self, version: int) -> None:
         """See `Replay.release`."""
         await self._replay.release(version)
@@ -179,6 +184,10 @@ class ReplayClient:
     async def sample(self, policy_version: int, num_shards: int = 1) -> SampledBatch | None:
         """See `Replay.sample`."""
         return await self._call("sample", self._mesh.sample.call_one(policy_version, num_shards))
+
+    async def rewind(self, version: int) -> list[int]:
+        """See `Replay.rewind`."""
+        return await self._call("rewind", self._mesh.rewind.call_one(version))
 
     async def release(self, version: int) -> None:
         """See `Replay.release`."""

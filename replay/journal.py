@@ -36,6 +36,7 @@ import fcntl
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
@@ -160,6 +161,14 @@ class Journal:
         """Done once every event before it is on the disk."""
         self._check()
         return self._ask(self._writer.push_sync())
+
+    def when_written(self, call: Callable[[], T]) -> Future[T]:
+        """The result of `call`, made by the writer's thread once every event before it is in the file.
+
+        What is in the file survives a kill of this process. Nothing is written or removed while `call` runs.
+        """
+        self._check()
+        return self._ask(self._writer.push_call(call))
 
     def prune(self, before: int) -> None:
         """Removes the segments below number `before`, the result of a `rotate`."""

@@ -9,6 +9,7 @@ Without a folder nothing is written and every method is cheap.
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -16,11 +17,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
+from forge.errors import ConfigError
 from replay.buffer import ReplayBuffer
 from replay.events import Add, Batch, Entry, Event, Gone, Partial, ReplayState, Tokens
 from replay.journal import Journal
 from replay.metrics import Counts
-from replay.recovery import Recovered, begun, join, recover
+from replay.recovery import Recovered, begun, join, newest_base, recover
+from replay.redo import Redo, redo
 from replay.staleness import Ticket
 from replay.storage import summarize
 
@@ -64,6 +67,8 @@ class Persistence:
         self._marked: Future[int] | None = None
         self.again: deque[Batch] = deque()
         """Batches that were trained behind the checkpoint: to be served again, as they were."""
+        self.redo = Redo()
+        """Batches that are served once more, before those of `again`, while the buffer keeps its state."""
         self.unclaimed: deque[Ticket] = deque()
         """Running groups of the run before, which nobody works on yet."""
         if place is not None:
@@ -115,6 +120,26 @@ class Persistence:
         if self._journal is not None:
             self._marked = self._journal.rotate(version, self._state(buffer, version))
 
+    async def rewind(self, version: int, before: int) -> list[int]:
+        """The batches of the versions from `version` on and below `before` are to be served once more; which they are.
+
+        Raises ConfigError without a journal, JournalError when it does not reach back so far.
+        """
+        journal, marked = self._journal, self._marked
+        if journal is None or marked is None:
+            raise ConfigError(
+                f"the replay cannot serve again what was trained from version {version} on: replay.journal is false, "
+                "and trained groups are kept nowhere else; set --replay.journal=true, or mesh.trainer.on_failure=end"
+            )
+
+        def read() -> Redo:
+            state = recover(journal.folder, newest_base(journal.folder, version)).state
+            return redo(state, version, before)
+
+        await asyncio.wrap_future(marked)  # the segment to begin with may be the last one
+        self.redo = await asyncio.wrap_future(journal.when_written(read))
+        return self.redo.versions
+
     @property
     def marked(self) -> Future[int] | None:
         """Done, with the segment's number, once the last `mark` is on the disk."""
@@ -143,7 +168,9 @@ class Persistence:
         rest: dict[str, Any] = {key: saved[key] for key in ("degenerate_in_a_row", "outcomes", "seed")}
         if self._prompts is not None:
             rest |= {"prompts": dict(self._prompts.state_dict()), "prompts_at": next_seq}
-        return ReplayState(version, next_seq, entries, list(self.again), dict(saved["counts"]), rest)
+        state = ReplayState(version, next_seq, entries, list(self.again), dict(saved["counts"]), rest)
+        self.redo.add_to(state)
+        return state
 
     def _join(self, seq: int) -> Mapping[int, Partial]:
         return join(Entry(seq, 0), self._partials.get(seq, {}))

@@ -74,6 +74,21 @@ def versions(folder: Path) -> dict[int, int]:
     return {head.start.version: number for number, head in sorted(heads.items()) if head is not None}
 
 
+def newest_base(folder: Path, at_most: int | None = None) -> int:
+    """The version of the newest segment that `recover` can begin with, of those up to version `at_most`.
+
+    Raises JournalError when there is none, RunFolderError.
+    """
+    found = versions(folder)
+    there = {number: version for version, number in found.items() if at_most is None or version <= at_most}
+    if not there:
+        raise JournalError(
+            f"{folder} has no whole snapshot of version {at_most} or before, only of {sorted(found)}; keep the journal "
+            "back to the oldest checkpoint that the trainer may be restored from"
+        )
+    return there[max(there)]
+
+
 class Story:
     """Applies events to a state, one after the other. `state()` is a state of its own at any time."""
 

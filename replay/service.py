@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -32,7 +32,7 @@ from replay.persistence import JournalPlace, Persistence, Prompts
 from replay.policies import POLICIES
 from replay.shards import plan_shards, send, waste
 from replay.staleness import Admission, Ticket
-from replay.storage import MemoryBudget, store
+from replay.storage import MemoryBudget, Record, store
 
 
 class Channel(Protocol):
@@ -57,6 +57,10 @@ class SampledBatch:
     """The version that the trainer stands at; training on the batch makes the next one."""
     stats: dict[str, float]
     """Keys of `metrics.jsonl`, see `Replay.sample`."""
+
+
+class Rewound(StalenessError):
+    """A `sample` is void: the trainer went back while it waited."""
 
 
 class Replay:
@@ -107,6 +111,8 @@ class Replay:
         self._closed = False
         self._reservers: deque[asyncio.Future[Ticket | None]] = deque()
         self._sampler: asyncio.Future[None] | None = None
+        self._handed: list[Any] = []  # handles of the last batch
+        self._rewinds = 0
         self._counts_at_sample = replace(self._buffer.counts)
         self._admission_waits: list[float] = []
 
@@ -168,21 +174,38 @@ class Replay:
 
         Groups that must be in the batch and have run for `straggler_timeout_s`, while this call waited as long,
         are dropped.
+        After `rewind` the batches that were taken before come first, with the `stats` that they had.
         Raises DeadlineExceeded after `sample_timeout_s`, naming the missing groups; StalenessError when
-        `policy_version` went back or a second caller waits; ConfigError with fewer episodes than shards.
+        `policy_version` went back or a second caller waits, Rewound when `rewind` was called meanwhile; ConfigError
+        with fewer episodes than shards.
         """
+        redone = None if self._closed else self._persistence.redo.serve(policy_version)
+        if redone is not None:
+            batch, records = redone
+            return await self._hand_over(records, policy_version, num_shards, batch.stats)
         choice = self._served_again(policy_version) or await self._next_choice(policy_version)
         if choice is None:
             return None
-        lengths = [n for record in choice.records for n in record.lengths]
-        cut = self._row_tokens, self._together
-        plan = plan_shards(lengths, num_shards, *cut)
-        stats = self._stats_of(choice, policy_version) | waste(lengths, plan, *cut)
-        self._persistence.tell(Trained(policy_version, choice.seqs, stats))
-        groups = [record.arrays for record in choice.records]
-        # In a thread: long episodes take long to copy, and `alloc` may wait until a trainer lets go of memory.
-        handles = await asyncio.to_thread(send, groups, plan, self._channel, self._readers)
-        return SampledBatch(handles, policy_version, stats)
+        stats = self._stats_of(choice, policy_version)
+        return await self._hand_over(choice.records, policy_version, num_shards, stats, choice.seqs)
+
+    async def rewind(self, version: int) -> list[int]:
+        """The trainer stands at `version` again, restored from a checkpoint; generators and groups go on untouched.
+
+        From here on `sample(version)` and the next ones serve the batches that were taken at these versions, as they
+        were; then the policy chooses again. Returns these versions; none where no batch was taken since. It may be
+        called again meanwhile, with any version. A `sample` that waits ends with Rewound, and the handles of the last
+        batch are taken back: nobody opens them any more. Raises ConfigError without a journal, JournalError when it
+        does not reach back so far, RunFolderError when the disk refuses.
+        """
+        self._rewinds += 1
+        self._wake()
+        for handle in self._handed:
+            self._channel.close(handle)
+        self._handed = []
+        while self._sampler is not None:  # noqa: ASYNC110 - it leaves within a turn of the loop or two
+            await asyncio.sleep(0)
+        return await self._persistence.rewind(version, self._buffer.admission.next_version)
 
     async def release(self, version: int) -> None:
         """Every serving replica holds `version` or newer: frees the slots of the batches up to it."""
@@ -278,13 +301,43 @@ class Replay:
         again.popleft()
         return choice
 
+    async def _hand_over(
+        self,
+        records: Sequence[Record],
+        policy_version: int,
+        num_shards: int,
+        stats: Mapping[str, float],
+        new: Sequence[int] | None = None,
+    ) -> SampledBatch:
+        """The batch for the trainer; the journal is told of a `new` one, which consists of these groups."""
+        rewinds = self._rewinds
+        lengths = [n for record in records for n in record.lengths]
+        cut = self._row_tokens, self._together
+        plan = plan_shards(lengths, num_shards, *cut)
+        row = {**stats, **waste(lengths, plan, *cut)}
+        if new is not None:
+            self._persistence.tell(Trained(policy_version, new, row))
+        groups = [record.arrays for record in records]
+        # In a thread: long episodes take long to copy, and `alloc` may wait until a trainer lets go of memory.
+        handles = await asyncio.to_thread(send, groups, plan, self._channel, self._readers)
+        if self._rewinds != rewinds:
+            for handle in handles:
+                self._channel.close(handle)
+            raise Rewound(f"the trainer went back while the batch of policy_version {policy_version} was handed over")
+        self._handed = handles
+        return SampledBatch(handles, policy_version, row)
+
     async def _next_choice(self, policy_version: int) -> Choice | None:
         if self._sampler is not None:
             raise StalenessError("sample was called while another sample waits; one loop takes the batches")
-        patient_since = time.monotonic()
+        rewinds, patient_since = self._rewinds, time.monotonic()
         deadline = patient_since + self._cfg.sample_timeout_s
         try:
             while not self._closed:
+                if self._rewinds != rewinds:
+                    raise Rewound(
+                        f"the trainer went back while the batch of policy_version {policy_version} was awaited"
+                    )
                 choice = self._buffer.sample(policy_version)
                 if choice is not None:
                     return choice

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from forge.batch import WIDE_KEYS
 from forge.errors import RunFolderError
@@ -23,6 +23,7 @@ from replay.events import Add, Event, ReplayState, Start, Tokens
 from replay.frames import MARK, encode
 from replay.segments import KINDS, log_path, numbers, snapshot_path, state_records
 
+T = TypeVar("T")
 CHUNK = 4 << 20
 """Bytes of a snapshot that are written before the clock is looked at again."""
 EVENTS_FIRST = 4
@@ -155,6 +156,12 @@ class Writer:
         """Done when all that was pushed before is on the disk."""
         future: Future[None] = Future()
         self._items.append(_Item(self.clock(), action=lambda: self._sync_for(future), future=future))
+        return future
+
+    def push_call(self, call: Callable[[], T]) -> Future[T]:
+        """The result of `call`, made when all that was pushed before is in the file; nothing is written meanwhile."""
+        future: Future[T] = Future()
+        self._items.append(_Item(self.clock(), action=lambda: _call(call, future), future=future))
         return future
 
     def push_prune(self, before: int) -> None:
@@ -307,6 +314,14 @@ class Writer:
         for future in waiting:
             if not future.done() and future.set_running_or_notify_cancel():
                 future.set_exception(failure)
+
+
+def _call(call: Callable[[], T], future: Future[T]) -> None:
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(call())
+        except Exception as error:  # the caller's, not the disk's
+            future.set_exception(error)
 
 
 def _resolve(future: Future[Any], result: object) -> None:
