@@ -12,16 +12,17 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from monarch.actor import Actor, context, endpoint
+from monarch.actor import context, endpoint
 
 from actors.trainer import process_group_backend
+from forge.lasting import Beating
 from forge.launch import NODE_IP_ENV
 from forge.mesh import within
 
 T = TypeVar("T")
 
 
-class RankActor(Actor):
+class RankActor(Beating):
     """One of `world` ranks. Work runs in a thread: the actor stays reachable."""
 
     def __init__(self, world: int, name: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -15,6 +17,7 @@ from actors.trainer import ModelSpec, StepResult, Trainer, TrainerConfig
 from actors.turns import Turns
 from forge import channel
 from forge.errors import ConfigError
+from forge.lasting import Life
 from forge.losses import LossConfig
 from forge.mesh import within
 from weightsync.config import WeightSyncConfig
@@ -23,6 +26,7 @@ from weightsync.publisher import Publisher, combine
 from weightsync.sync import Needed
 
 T = TypeVar("T")
+Report = Callable[[str], None]
 _ANSWER_S = 60.0
 """How long an actor may take to answer what costs it nothing, seconds."""
 _TRANSFERS = 8
@@ -120,7 +124,10 @@ class TrainerActor(RankActor):
 
 
 class TrainerMesh:
-    """All ranks of the trainer as the controller sees them; the source of weight sync."""
+    """All ranks of the trainer as the controller sees them; the source of weight sync.
+
+    Where another mesh takes the place of a dead one (`succeed`), calls of the dead one raise ActorFailed until then.
+    """
 
     def __init__(
         self,
@@ -133,10 +140,17 @@ class TrainerMesh:
         transport: str = "memory",
         folder: str = "",
         turns: Turns | None = None,
+        report: Report | None = None,
+        spawn: Callable[[], Awaitable[tuple[Any, Report | None]]] | None = None,
     ) -> None:
-        """`turns` are those that it takes with the generators, where they share devices."""
+        """`turns` are those that it takes with the generators, where they share devices.
+
+        Where somebody replaces it when it dies (`forge.supervision`), `report` takes the reason of a death that only
+        failing calls tell of, and `spawn` gives another mesh and its `report`.
+        """
         if world < 1:
             raise ConfigError(f"the trainer needs at least one process, got {world}")
+        self._life, self._spawn = Life("trainer", report), spawn
         self._turns = turns
         self._mesh, self._config, self._publish_dtype = mesh, config, publish_dtype
         self._sync, self._transport, self._folder = sync or WeightSyncConfig(), transport, folder
@@ -144,9 +158,38 @@ class TrainerMesh:
         self.num_shards = world // config.tensor_parallel
         self._offered = _NOTHING_OFFERED
 
+    @property
+    def lost(self) -> bool:
+        """Whether it has died, and another mesh is to take its place."""
+        return self._life.lost
+
+    def lose(self, reason: str) -> None:
+        """Fails the calls that run, and all later ones, with ActorFailed."""
+        self._life.lose(reason)
+
+    async def until_lost(self) -> None:
+        """Raises ActorFailed once it has died."""
+        await self._life.ask(asyncio.get_running_loop().create_future())
+
+    async def respawn(self) -> TrainerMesh:
+        """The trainer on another mesh; to be set up, and to take the place of this one."""
+        assert self._spawn is not None, "nobody said how to spawn another one"
+        other = copy.copy(self)
+        other._mesh, report = await self._spawn()
+        other._life, other._offered = Life("trainer", report), _NOTHING_OFFERED
+        return other
+
+    def succeed(self, successor: TrainerMesh) -> None:
+        """From now on this is `successor`."""
+        self._mesh, self._life, self._offered = successor._mesh, successor._life, successor._offered
+
+    async def beat(self) -> None:
+        """All ranks answer."""
+        await self._mesh.beat.call()
+
     async def setup(self) -> None:
         """Loads the model on every rank; the ranks of one mesh form one process group."""
-        await set_up(self._mesh, self.world, self._config.start_timeout_s, "trainer")
+        await self._life.ask(set_up(self._mesh, self.world, self._config.start_timeout_s, "trainer"))
 
     async def step(self, shards: Sequence[Any]) -> StepResult:
         """One step of all ranks; `shards` are `num_shards` channel handles, each for `tensor_parallel` readers.
@@ -155,10 +198,13 @@ class TrainerMesh:
         """
         assert len(shards) == self.num_shards, f"{len(shards)} shards for {self.num_shards} data-parallel ranks"
         async with self._turn("an optimizer step") as waited_s:
-            call = self._mesh.step.call(shards)
+            call = self._ask(self._mesh.step.call(shards))
             results = [result for _, result in await within(self._config.step_timeout_s, "an optimizer step", call)]
         metrics = results[0].metrics | ({} if waited_s is None else {"extra/turn_wait_s": waited_s})
         return replace(results[0], metrics=metrics, peak_rss_bytes=sum(r.peak_rss_bytes for r in results))
+
+    async def _ask(self, call: Awaitable[T]) -> T:
+        return await self._life.ask(call)
 
     def _turn(self, what: str) -> contextlib.AbstractAsyncContextManager[float | None]:
         """Inside, the devices are the trainer's; yields the seconds until they were, None where nobody shares them."""
@@ -167,14 +213,14 @@ class TrainerMesh:
     async def connect(self) -> Endpoint:
         """All ranks lay out what they publish; `WeightSync` calls this once."""
         call = self._mesh.connect.call(self._publish_dtype, self._sync, self._transport, self._folder)
-        (_, self._endpoint), *_ = await call
+        (_, self._endpoint), *_ = await self._ask(call)
         return self._endpoint
 
     async def add_peer(self, peer: str, needed: Needed) -> None:
-        await self._mesh.add_peer.call(peer, needed)
+        await self._ask(self._mesh.add_peer.call(peer, needed))
 
     async def snapshot(self, version: int, buffer: int) -> float:
-        results = [result for _, result in await self._mesh.snapshot.call(version, buffer)]
+        results = [result for _, result in await self._ask(self._mesh.snapshot.call(version, buffer))]
         self._offered = version, buffer, [share for _, share in results if share is not None]
         return max(seconds for seconds, _ in results)
 
@@ -184,37 +230,38 @@ class TrainerMesh:
         if snapshot == [version, buffer] and shares:
             self._offered = _NOTHING_OFFERED  # a second try is computed anew
         else:
-            shares = [share for _, share in await self._mesh.offer.call(version, buffer, base)]
+            shares = [share for _, share in await self._ask(self._mesh.offer.call(version, buffer, base))]
         offer = combine(shares, self._endpoint, version, buffer, base)
         if self._transport == "file":
-            (_, where), *_ = await self._mesh.prepare.call(offer)
+            (_, where), *_ = await self._ask(self._mesh.prepare.call(offer))
             offer = replace(offer, where=where)
         return offer
 
     async def send(self, peer: str, offer: Offer) -> None:
         if self._transport == "collective":
-            await self._mesh.send.call(peer, offer)
+            await self._ask(self._mesh.send.call(peer, offer))
 
     async def save(self, folder: str, source: str) -> None:
         what = f"the checkpoint {folder} to be written"
         async with self._turn(what):
-            await within(self._config.step_timeout_s, what, self._mesh.save.call(folder, source))
+            await within(self._config.step_timeout_s, what, self._ask(self._mesh.save.call(folder, source)))
 
     async def stage_state(self, folder: str) -> None:
         """Copies all that training goes on from; it is on its way to `folder` then, behind training."""
         what = f"the trainer's state to be copied for {folder}"
         async with self._turn(what):
-            await within(self._config.step_timeout_s, what, self._mesh.stage_state.call(folder))
+            await within(self._config.step_timeout_s, what, self._ask(self._mesh.stage_state.call(folder)))
 
     async def wait_state(self) -> None:
         """Until the state that was staged last is on the disk. Raises RunFolderError when it cannot be written."""
         timeout_s = self._config.step_timeout_s
-        await within(timeout_s + _ANSWER_S, "the trainer's state to be written", self._mesh.wait_state.call(timeout_s))
+        call = self._ask(self._mesh.wait_state.call(timeout_s))
+        await within(timeout_s + _ANSWER_S, "the trainer's state to be written", call)
 
     async def load_state(self, folder: str) -> int:
         """Goes on from the state in `folder`; returns its policy version. Any number of ranks may have written it."""
         what = f"the trainer to load {folder}"
         async with self._turn(what):
-            call = self._mesh.load_state.call(folder)
+            call = self._ask(self._mesh.load_state.call(folder))
             (_, version), *_ = await within(self._config.start_timeout_s, what, call)
         return version

@@ -162,6 +162,12 @@ class Saver:
         else:
             await self._begin(version)
 
+    async def settle(self) -> None:
+        """The trainer has died: whatever becomes of the checkpoint that is being written, nobody is told."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+            self._writing = None
+
     async def finish(self, version: int) -> None:
         """At the end: `version` is on the disk. Raises what goes wrong with it."""
         if self._every and version != self._last:

@@ -22,7 +22,7 @@ from forge.supervision import FailurePolicy
 
 DEFAULT_POOL = "default"
 ROLES = ("trainer", "generator", "reference")
-RESPAWNED = ("generator", "reference", "reward_model")
+RESPAWNED = ("trainer", "generator", "reference", "reward_model")
 """Roles whose replicas can be respawned."""
 # vLLM starts its own tensor-parallel workers, so one actor process owns all the devices of a replica.
 _ONE_PROCESS_ROLES = frozenset({"generator", "evaluator"})
@@ -335,11 +335,12 @@ def _check_colocated(cfg: MeshConfig, roles: Sequence[str]) -> None:
             f"mesh.colocate is true, mesh.trainer.pool {cfg.trainer.pool!r} and mesh.generator.pool "
             f"{cfg.generator.pool!r}: they are to share their devices; name the same pool"
         )
-    if cfg.generator.on_failure == "respawn":
-        raise ConfigError(
-            "mesh.colocate is true, mesh.generator.on_failure respawn: an engine cannot start on devices that it takes "
-            "turns on; use end"
-        )
+    for role in ("trainer", "generator"):
+        if getattr(cfg, role).on_failure == "respawn":
+            raise ConfigError(
+                f"mesh.colocate is true, mesh.{role}.on_failure respawn: a {role} cannot start on devices that it "
+                "takes turns on; use end"
+            )
     if "critic" in roles:
         raise ConfigError(
             f"mesh.colocate is true, mesh.critic.procs {cfg.critic.procs}: a critic on a mesh of its own takes no "

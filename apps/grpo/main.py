@@ -24,9 +24,11 @@ from actors.rollout import Rewards, Rollout, TimedRewards, rollout_group
 from apps.grpo.command_line import start
 from apps.grpo.config import AppConfig, plan_run
 from apps.grpo.evaluation import make_evaluations
+from apps.grpo.recovery import Recovery
 from apps.grpo.spawn import Actors, spawn_actors, tokens_event
 from forge import config
 from forge.checkpoints import Saver
+from forge.errors import ActorFailed
 from forge.launch import Hosts, Stopping
 from forge.mesh import Cluster
 from forge.metrics import Meter
@@ -51,6 +53,7 @@ class Run:
     meter: Meter = field(init=False)
     reward: Rewards = field(init=False)
     saver: Saver = field(init=False)
+    recovery: Recovery = field(init=False)
     evaluations: Evaluations | None = field(init=False)
     episodes: list[EpisodeRecord] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
@@ -63,6 +66,8 @@ class Run:
         every, record = cfg.run.checkpoint_every, cfg.replay.record
         start = self.log.start
         self.saver = Saver(self.log.checkpoints, actors.trainer, actors.replay, every, start=start, record=record)
+        lives = (actors.trainer, actors.replay, actors.sync, self.saver, self.log.checkpoints, start)
+        self.recovery = Recovery(*lives, told=self.log.note)
         self.evaluations = make_evaluations(cfg, actors, self.log)
 
     async def why_waiting(self) -> str:
@@ -106,25 +111,35 @@ async def rollout_loop(run: Run) -> None:
 
 
 async def train_loop(run: Run) -> None:
-    """Waits for a batch, never for a generator or a transfer."""
-    actors, meter, version = run.actors, run.meter, run.log.start
+    """Waits for a batch, never for a generator or a transfer; where the trainer has died, for another one."""
+    actors, meter, version, logged = run.actors, run.meter, run.log.start, run.log.start
     while version < run.cfg.trainer.steps:
-        with meter.timed("time/wait_batch_s"), run.waiting():
-            batch = await run.log.patiently(actors.replay.sample(version, actors.trainer.num_shards), run.why_waiting)
-        if batch is None:
-            break
-        with meter.timed("time/step_s"):
-            result = await actors.trainer.step(batch.handles)
-        version = result.policy_version
-        with meter.timed("time/publish_stall_s"):
-            await actors.sync.publish(version)
-        numbers = {"step": version, "policy_version": version, **batch.stats, **result.metrics}
-        run.log.step({**numbers, **meter.lap()}, run.episodes)
-        run.memory["trainer"] = result.peak_rss_bytes
-        await run.saver.after_step(version)
-        if run.evaluations is not None:
-            run.evaluations.due(version)
-    await run.saver.finish(version)
+        try:
+            with meter.timed("time/wait_batch_s"), run.waiting():
+                batch = await run.log.patiently(run.recovery.sample(version), run.why_waiting)
+            if batch is None:
+                break
+            with meter.timed("time/step_s"):
+                result = await actors.trainer.step(batch.handles)
+            version = result.policy_version
+            meter.add("extra/steps_again", version <= logged)
+            if version < actors.sync.published_version:
+                continue  # it is trained again, after a death
+            with meter.timed("time/publish_stall_s"):
+                await actors.sync.publish(version)
+            if version > logged:
+                logged = version
+                numbers = {"step": version, "policy_version": version, **batch.stats, **result.metrics}
+                run.log.step({**numbers, **meter.lap()}, run.episodes)
+                run.memory["trainer"] = result.peak_rss_bytes
+                await run.saver.after_step(version)
+                if run.evaluations is not None:
+                    run.evaluations.due(version)
+        except ActorFailed as error:
+            version = await run.recovery.restored(error)
+    run.recovery.disarm()
+    if version >= logged:
+        await run.saver.finish(version)
     await actors.replay.close()
     if run.evaluations is not None and version == run.cfg.trainer.steps:
         await run.evaluations.finish(version)
@@ -170,6 +185,8 @@ async def main(cfg: AppConfig, hosts: Hosts, stopping: Stopping) -> None:
 async def train(run: Run, cluster: Cluster, stopping: Stopping) -> None:
     """All loops side by side; an error in any of them, or a dead actor, ends all. Ends with the checkpoint."""
     actors = run.actors
+    if actors.trainer_guard is not None:
+        run.recovery.arm(actors.trainer_guard)
     async with asyncio.TaskGroup() as tasks:
         watchers = [tasks.create_task(cluster.watch()), tasks.create_task(_close_on(stopping, run))]
         rollouts = [tasks.create_task(rollout_loop(run)) for _ in range(actors.num_rollouts)]

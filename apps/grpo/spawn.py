@@ -84,6 +84,8 @@ class Actors:
     num_rollouts: int
     guards: list[Guard] = field(default_factory=list)
     """Of the replicas that are respawned when they die."""
+    trainer_guard: Guard | None = None
+    """The trainer's, which is armed with the loops (`apps/grpo/recovery.py`)."""
     _told: Counter[str] = field(default_factory=Counter)
 
     def restarts(self) -> dict[str, int]:
@@ -145,7 +147,8 @@ async def spawn_actors(
     async with asyncio.TaskGroup() as tasks:
         state = log.resumed.path / "trainer" if log.resumed else None
         weights = str(log.folder.absolute / "weights")
-        options: dict[str, Any] = {"transport": transport, "folder": weights, "turns": turns}
+        training = Guard(cfg.mesh.trainer, note)
+        options: dict[str, Any] = {"transport": transport, "folder": weights, "turns": turns, "guard": training}
         trainer = tasks.create_task(start_trainer(cfg, cluster, spec, state, **options))
         ends = sorted({*stop_ids(tokenizer, model), *stop})
         start = partial(_start_generator, cfg, cluster, spec, generator, ends, first.token_ids, turns, trainer)
@@ -183,7 +186,8 @@ async def spawn_actors(
         trainer=trainer.result(),
         sync=sync,
         num_rollouts=num_slots(cfg.replay.max_staleness, cfg.grpo.groups_per_step, cfg.replay.window),
-        guards=[*guards, *others],
+        guards=[training, *guards, *others],
+        trainer_guard=training,
         evaluators=evaluators.result(),
     )
 
@@ -236,10 +240,12 @@ async def start_trainer(
     transport: str = "memory",
     folder: str = "",
     turns: Turns | None = None,
+    guard: Guard | None = None,
 ) -> TrainerMesh:
     """The trainer on its mesh, in the saved `state` where there is one; `folder` is where the file transport writes.
 
-    With `turns` it leaves a GPU to the generators in between.
+    With `turns` it leaves a GPU to the generators in between. With `guard` another takes its place when it dies,
+    see `TrainerMesh.respawn`.
     """
     critic, sections = await _critic(cfg, spec.path), (cfg.trainer, cfg.loss, spec)
     own = critic is not None and cfg.mesh.critic.procs is not None
@@ -249,14 +255,18 @@ async def start_trainer(
         "critic_inside": not own,
         "offload": turns is not None and spec.device == "cuda",
     }
-    mesh = await cluster.spawn("trainer", TrainerActor, *sections, **own_options, **options)
+
+    async def spawn() -> tuple[Any, Callable[[str], None] | None]:
+        mesh = await cluster.spawn("trainer", TrainerActor, *sections, **own_options, **options, guard=guard)
+        return mesh, guard.reporter() if guard else None
+
     kind: Callable[..., TrainerMesh] = TrainerMesh
     if own:
         kind = partial(TrainerWithCritic, await cluster.spawn("critic", CriticActor, critic, *sections, **options))
     world, folder = options["world"], cfg.weightsync.folder or folder
-    trainer = kind(
-        mesh, cfg.trainer, world, spec.dtype, cfg.weightsync, transport=transport, folder=folder, turns=turns
-    )
+    mesh, report = await spawn()
+    where: dict[str, Any] = {"transport": transport, "folder": folder, "turns": turns}
+    trainer = kind(mesh, cfg.trainer, world, spec.dtype, cfg.weightsync, **where, report=report, spawn=spawn)
     await trainer.setup()
     if state is not None:
         await trainer.load_state(str(state))

@@ -79,12 +79,17 @@ class AppRun:
 
     def kill_actor(self, name: str) -> None:
         """SIGKILL of the actor's own process."""
+        process = self.process_of(name)
+        assert process is not None, f"no process of actor {name} runs"
+        process.kill()
+
+    def process_of(self, name: str) -> psutil.Process | None:
+        """The actor's own process, in whichever of its lives."""
         for process in self.processes():
-            command = process.cmdline()
-            if process.environ().get("MESHFORGE_RUN_ID", "").endswith(f"/{name}") and "forge.child" in command:
-                process.kill()
-                return
-        raise AssertionError(f"no process of actor {name} runs")
+            command, mark = process.cmdline(), process.environ().get("MESHFORGE_RUN_ID", "")
+            if mark.rpartition("/")[2].partition("_life")[0] == name and "forge.child" in command:
+                return process
+        return None
 
     def signal_actor(self, name: str, number: signal.Signals) -> None:
         """Sends a signal to every process of an actor, its engine included."""

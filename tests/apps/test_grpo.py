@@ -200,6 +200,14 @@ def test_a_mixture_of_experts_trains_under_recorded_routes_and_its_recording_tra
     ("option", "message"),
     [
         ("--generator.keep_routes --trainer.compile", "generator.keep_routes and trainer.compile are both true"),
+        (
+            "--mesh.trainer.on_failure=respawn --replay.journal=false",
+            "mesh.trainer.on_failure is respawn, replay.journal false",
+        ),
+        (
+            "--mesh.trainer.on_failure=respawn --algorithm=ppo --trainer.updates=1 --mesh.critic.procs=1",
+            "mesh.trainer.on_failure is respawn, mesh.critic.procs 1",
+        ),
         ("--trainer.stepz=3", "trainer.stepz"),
         ("--trainer.lr=fast", "trainer.lr"),
         ("--grpo.group_size=1", "grpo.group_size must be >= 2, got 1"),

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import signal
+import time
 from pathlib import Path
 
 import pytest
-from app_run import AppRun
+from app_run import ROOT, AppRun
+
+from replay.recording import Recording
+from replay.recovery import recover
+
+RERUN = ROOT / "apps" / "grpo" / "rerun.py"
 
 
 @pytest.mark.soak
@@ -38,3 +45,50 @@ def test_a_run_whose_generator_is_stopped_and_whose_rewards_are_killed_goes_on_a
     assert max(row["staleness/max"] for row in numbers) <= 1
     assert sum(row["episodes/dropped"] for row in numbers) == 0
     assert "Traceback" not in run.output
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("deaths", "options"),
+    [
+        (5, []),
+        (2, ["--mesh.trainer.procs=2", "--weightsync.transport=collective"]),
+        (2, ["--weightsync.transport=file", "--weightsync.delta", "--dtype=bfloat16"]),
+    ],
+)
+def test_a_run_whose_trainer_is_killed_again_and_again_trains_as_if_nothing_had_happened(
+    tmp_path: Path, deaths: int, options: list[str]
+) -> None:
+    options = [*options, "--run.checkpoint_every=4", "--replay.record", "--mesh.trainer.on_failure=respawn"]
+    run = AppRun(tmp_path / "run", "--trainer.steps=100000", *options, "--mesh.trainer.max_restarts=10")
+    rng = random.Random(0)
+    try:
+        for death in range(1, deaths + 1):
+            if death != 3:  # the third one comes while the second is being mended
+                rows = len(run.rows()) + rng.randrange(1, 8)
+                run.wait_until(lambda rows=rows: len(run.rows()) > rows, f"step {rows}", 400)
+            time.sleep(rng.random())
+            run.wait_until(lambda: run.process_of("trainer_0"), "a trainer to kill", 60)
+            run.kill_actor("trainer_0")
+            run.wait_until(lambda death=death: run.output.count("trainer_0 failed") == death, "the news of it", 60)
+        run.wait_until(lambda: "the trainer goes on from version" in run.output, "the trainer to be back", 200)
+        rows = len(run.rows())
+        run.wait_until(lambda: len(run.rows()) > rows + 6, "steps behind all that", 200)
+        run.press_ctrl_c()
+        assert run.finish(120) == 130, run.output
+    finally:
+        run.end()
+    numbers, steps = run.rows(), len(run.rows())
+    assert [row["step"] for row in numbers] == list(range(1, steps + 1))
+    assert max(row["staleness/max"] for row in numbers) <= 1
+    assert "Traceback" not in run.output
+    batches = Recording(run.folder / "journal")
+    trained = [seq for version in batches.versions for seq in batches.batch(version).seqs]
+    waiting = list(recover(run.folder / "journal", steps).state.entries)
+    assert sorted(trained + waiting) == list(range(max(trained + waiting) + 1)), "a prompt was lost, or used twice"
+    again = AppRun(tmp_path / "again", app=RERUN, resumed=run)
+    try:
+        assert again.finish(400) == 0, again.output
+    finally:
+        again.end()
+    assert f"{steps} of {steps} steps gave the recorded numbers, bit for bit" in again.output

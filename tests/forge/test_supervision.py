@@ -43,15 +43,16 @@ def test_a_policy_without_a_restart_or_a_window_is_refused() -> None:
             FailurePolicy(**options).check("mesh.generator")
 
 
-def placement(cfg: MeshConfig) -> None:
-    plan_placement(cfg, device="cpu", slots=2, torchrun_slots=None, roles=("trainer", "generator"))
+def placement(cfg: MeshConfig, roles: tuple[str, ...] = ("trainer", "generator")) -> None:
+    plan_placement(cfg, device="cpu", slots=2, torchrun_slots=None, roles=roles)
 
 
 def test_roles_whose_state_dies_with_them_cannot_be_respawned() -> None:
-    with pytest.raises(ConfigError, match=r"mesh\.trainer\.on_failure is respawn.* --resume"):
-        placement(MeshConfig(trainer=RoleConfig(on_failure="respawn")))
-    with pytest.raises(ConfigError, match=r"mesh\.colocate is true, mesh\.generator\.on_failure respawn"):
-        placement(MeshConfig(colocate=True, generator=RoleConfig(on_failure="respawn")))
+    with pytest.raises(ConfigError, match=r"mesh\.critic\.on_failure is respawn.* --resume"):
+        placement(MeshConfig(critic=RoleConfig(procs=1, on_failure="respawn")), roles=("trainer", "critic"))
+    for role in ("trainer", "generator"):
+        with pytest.raises(ConfigError, match=rf"mesh\.colocate is true, mesh\.{role}\.on_failure respawn"):
+            placement(MeshConfig(colocate=True, **{role: RoleConfig(on_failure="respawn")}))
     placement(MeshConfig(generator=RoleConfig(on_failure="respawn")))
 
 
