@@ -205,7 +205,7 @@ def test_a_mixture_of_experts_trains_under_recorded_routes_and_its_recording_tra
             "mesh.trainer.on_failure is respawn, replay.journal false",
         ),
         (
-            "--mesh.trainer.on_failure=respawn --algorithm=ppo --trainer.updates=1 --mesh.critic.procs=1",
+            "--mesh.trainer.on_failure=respawn --loss.token_advantages=gae --mesh.critic.procs=1",
             "mesh.trainer.on_failure is respawn, mesh.critic.procs 1",
         ),
         ("--trainer.stepz=3", "trainer.stepz"),
