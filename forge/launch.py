@@ -17,10 +17,12 @@ authenticated (Monarch has no TLS): use a network that you trust.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import queue
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -56,12 +58,24 @@ _TORCHRUN_ENV = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"),
 )
-__all__ = ["NODE_IP_ENV", "Hosts", "Stopping", "bring_up", "configure_monarch", "leave_spare_ranks", "run"]
+__all__ = [
+    "INTERFACE_ENV",
+    "NODE_IP_ENV",
+    "Hosts",
+    "Stopping",
+    "bring_up",
+    "configure_monarch",
+    "leave_spare_ranks",
+    "run",
+]
 
 NODE_IP_ENV = "MESHFORGE_NODE_IP"
 """The address by which other nodes reach this one; set in every process of several nodes, yours first."""
+INTERFACE_ENV = "MESHFORGE_INTERFACE"
+"""The network interface over which nodes talk, such as ib0; by default the one that leads to the first node."""
 _SHUTDOWN_S = 10.0
 _JOIN_S = 60.0
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 _HOST_WORKER = """
 import os, signal, sys, threading
@@ -173,7 +187,7 @@ def _several_nodes(node: int, num_nodes: int, slots: int) -> Hosts:
     configure_monarch(_MONARCH_ENV | _MONARCH_NODES_ENV)
     master = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     store, _, _ = next(rendezvous("env://"))
-    ip = os.environ.setdefault(NODE_IP_ENV, _own_ip(*master))
+    ip = os.environ.setdefault(NODE_IP_ENV, _ip_of_interface() or _own_ip(*master))
     address = f"tcp://{ip}:{_free_port(ip)}"
     store.set(f"meshforge/host/{node}", address)
     _strip_torchrun_env()
@@ -229,6 +243,24 @@ def _own_ip(peer: str, port: int) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((peer, port))
         return str(probe.getsockname()[0])
+
+
+def _ip_of_interface() -> str:
+    """The IPv4 address of the interface that the user names, if any; NCCL and gloo then take it too."""
+    name = os.environ.get(INTERFACE_ENV, "")
+    if not name:
+        return ""
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, name)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
+        except OSError as error:
+            there = ", ".join(other for _, other in socket.if_nameindex())
+            raise LaunchError(
+                f"{INTERFACE_ENV} is {name!r}, which has no IPv4 address here ({error.strerror}); there are {there}"
+            ) from error
+    return socket.inet_ntoa(answer[20:24])
 
 
 def _free_port(ip: str) -> int:

@@ -1,0 +1,1 @@
+"""Runs on clusters: `python -m apps.submit`."""
