@@ -26,6 +26,8 @@ from forge.lasting import MOST_LIVES, Beating, Life, given_up
 from forge.logprobs import MIN_TEMPERATURE
 from forge.memory import peak_rss_bytes
 from forge.mesh import within
+from forge.telemetry import record, span
+from forge.trace import WEIGHTS
 from weightsync.config import WeightSyncConfig
 from weightsync.layout import Box
 from weightsync.offer import Endpoint, Offer
@@ -249,15 +251,19 @@ class Generator:
     async def _request(
         self, prompt: Sequence[int], limit: int, seed: int, request_id: str, begun: Completion | None
     ) -> Completion:
-        completion = await self._engine.generate(
-            prompt,
-            self._config.sampling,
-            max_tokens=limit,
-            seed=seed,
-            stop_ids=self._stop_ids,
-            request_id=request_id,
-            begun=begun,
-        )
+        start = time.monotonic()
+        with span("requests", request_id, prompt_tokens=len(prompt)) as about:
+            completion = await self._engine.generate(
+                prompt,
+                self._config.sampling,
+                max_tokens=limit,
+                seed=seed,
+                stop_ids=self._stop_ids,
+                request_id=request_id,
+                begun=begun,
+            )
+            about |= {"tokens": len(completion.token_ids), "finish": completion.finish_reason}
+        record("extra/generator/request_s", time.monotonic() - start, "percentiles")
         self._ended[request_id] = completion
         return completion
 
@@ -295,7 +301,8 @@ class Generator:
     async def stage(self, offer: Offer) -> float:
         """Brings a version beside the live weights, behind decoding; returns its seconds."""
         begin = time.perf_counter()
-        await within(self._deadline_s, f"{self._label} to stage version {offer.version}", self._stage(offer))
+        with span(WEIGHTS, "transfer", version=offer.version):
+            await within(self._deadline_s, f"{self._label} to stage version {offer.version}", self._stage(offer))
         return time.perf_counter() - begin
 
     async def _stage(self, offer: Offer) -> None:
@@ -305,7 +312,9 @@ class Generator:
 
     async def flip(self, version: int) -> float:
         """Makes the staged version live; returns the seconds that nothing decoded. On failure the old one serves."""
-        return await within(self._deadline_s, f"{self._label} to flip to version {version}", self._engine.flip(version))
+        what = f"{self._label} to flip to version {version}"
+        with span(WEIGHTS, "flip", version=version):
+            return await within(self._deadline_s, what, self._engine.flip(version))
 
     async def sleep(self) -> None:
         """Decodes nothing until `wake`; see `VllmEngine.sleep`. Deadlines of requests stand still."""
@@ -323,6 +332,10 @@ class Generator:
         finally:
             self._clock.go_on()
 
+    async def beat(self) -> None:
+        """The engine answers, and not this process alone."""
+        await self._engine.beat()
+
     def shutdown(self) -> None:
         self._engine.shutdown()
         if self._reader is not None:
@@ -338,6 +351,10 @@ class GeneratorActor(Beating):
     @endpoint
     async def setup(self, warm_up: Sequence[int] = ()) -> None:
         await self._generator.setup(warm_up)
+
+    @concurrent_endpoint
+    async def beat(self) -> None:
+        await self._generator.beat()
 
     @concurrent_endpoint
     async def generate(

@@ -19,6 +19,7 @@ from actors.trainer import ModelSpec, TrainerConfig
 from forge import channel
 from forge.lasting import Beating, ask_of_group, set_up
 from forge.mesh import within
+from forge.telemetry import span
 
 
 class Reference:
@@ -58,7 +59,8 @@ class ReferenceActor(Beating):
     @concurrent_endpoint
     async def logprobs(self, group: Any) -> torch.Tensor:
         async with self._lock:
-            return await asyncio.to_thread(self._reference.logprobs, channel.take(group))
+            with span("passes", "log-probs"):
+                return await asyncio.to_thread(self._reference.logprobs, channel.take(group))
 
 
 class ReferenceClient:

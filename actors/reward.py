@@ -24,6 +24,7 @@ from actors.reward_process import RewardProcess
 from actors.reward_worker import Sample, evaluate
 from forge.lasting import Beating, ask, end, set_up
 from forge.mesh import within
+from forge.telemetry import span
 
 __all__ = [
     "RewardActor",
@@ -155,7 +156,8 @@ class RewardActor(Beating):
     @concurrent_endpoint
     async def score(self, samples: list[Sample]) -> Scores:
         """See `RewardScorer.score`."""
-        return await self._scorer.score(samples)
+        with span("rewards", "score", samples=len(samples)):
+            return await self._scorer.score(samples)
 
     @endpoint
     async def shutdown(self) -> None:

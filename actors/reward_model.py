@@ -21,6 +21,7 @@ from actors.value_model import load_value_model
 from forge import channel
 from forge.lasting import Beating, ask_of_group, set_up
 from forge.mesh import within
+from forge.telemetry import span
 from forge.token_advantages import turn_rewards
 
 PART = "reward_model"
@@ -76,7 +77,8 @@ class RewardModelActor(Beating):
     @concurrent_endpoint
     async def score(self, group: Any) -> torch.Tensor:
         async with self._lock:
-            return await asyncio.to_thread(self._model.score, channel.take(group))
+            with span("rewards", "score"):
+                return await asyncio.to_thread(self._model.score, channel.take(group))
 
 
 class RewardModelClient:

@@ -23,6 +23,7 @@ from forge.errors import ConfigError, RewardError, RewardTimeout
 from forge.lasting import Beating, ask, end, set_up
 from forge.mesh import within
 from forge.registry import load
+from forge.telemetry import span
 
 T = TypeVar("T")
 _MARGIN_S = 60.0
@@ -105,7 +106,8 @@ class JudgeActor(Beating):
     async def score(self, samples: list[Sample]) -> Scores:
         """See `JudgePool.score`."""
         assert self._pool is not None, "setup comes first"
-        return await self._pool.score(samples)
+        with span("rewards", "judge", samples=len(samples)):
+            return await self._pool.score(samples)
 
     @concurrent_endpoint
     async def shutdown(self) -> None:

@@ -35,6 +35,8 @@ from forge.losses import LossConfig, LossInput, Metrics, add_metrics, compute_lo
 from forge.memory import peak_rss_bytes
 from forge.packing import flatten
 from forge.registry import lookup
+from forge.telemetry import span
+from forge.trace import STEP
 from weightsync.config import WeightSyncConfig
 from weightsync.offer import Endpoint
 from weightsync.publisher import Publisher
@@ -238,21 +240,26 @@ class Trainer:
         """
         self.policy.train()
         rate = self._updates.set_learning_rate(self.policy_version + 1)
-        minis = self._prepare(batch if is_packed(batch) else flatten(batch))
+        with span(STEP, "prepare", step=self.policy_version + 1):
+            minis = self._prepare(batch if is_packed(batch) else flatten(batch))
         parts: list[Metrics] = []
         norms: list[float] = []
         skipped = 0
         held = self.policy_version < self._held_steps
         for cuts in minis * self._config.epochs:
-            parts += self._backward(cuts, first=not norms)
-            norms.append(self._updates.clipped_norm())
-            if held:
-                self._updates.drop()
-            else:
-                skipped += not self._updates.apply(norms[-1], self.policy_version + 1, before=self._before_update)
+            with span(STEP, "forward and backward", passes=len(cuts)):
+                parts += self._backward(cuts, first=not norms)
+            with span(STEP, "optimizer"):
+                norms.append(self._updates.clipped_norm())
+                if held:
+                    self._updates.drop()
+                else:
+                    skipped += not self._updates.apply(norms[-1], self.policy_version + 1, before=self._before_update)
         self.policy_version += 1
         metrics: dict[str, float | None] = {"loss/kl": None, **self._means(parts)}
-        metrics |= self._critic.train(minis) if self._critic else {}
+        if self._critic:
+            with span(STEP, "critic"):
+                metrics |= self._critic.train(minis)
         metrics |= {"grad_norm": sum(norms) / len(norms), "extra/lr": rate}
         return StepResult(self.policy_version, metrics | {"extra/skipped_updates": skipped}, peak_rss_bytes())
 

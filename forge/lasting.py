@@ -26,6 +26,7 @@ from forge.errors import ActorFailed
 from forge.failure import is_supervision_error
 from forge.processes import DeathWatch
 from forge.supervision import FailurePolicy, Guard
+from forge.telemetry import Report, drain
 
 T = TypeVar("T")
 Spawn = Callable[..., Awaitable[Any]]
@@ -37,11 +38,16 @@ _NOTICE_S = DeathWatch.grace_s + 1.0
 
 
 class Beating(Actor):
-    """An actor that can be asked for heartbeats."""
+    """An actor that can be asked for heartbeats, and for what it has measured."""
 
     @concurrent_endpoint
     async def beat(self) -> None:
         """An answer is all that is asked for."""
+
+    @concurrent_endpoint
+    async def telemetry(self, spans: bool) -> Report:
+        """See `forge.telemetry.Telemetry.drain`."""
+        return drain(spans)
 
 
 class Life:

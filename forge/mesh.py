@@ -27,6 +27,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeVar
 
 from forge.channel import ACROSS_NODES_ENV
+from forge.collector import Collector
 from forge.errors import ActorFailed, ConfigError, DeadlineExceeded, ForgeError, NodeLost
 from forge.failure import explain, is_supervision_error, remote_exception, root_cause
 from forge.launch import Hosts
@@ -185,6 +186,8 @@ class Cluster:
         await within(self._spawn_timeout_s, f"the actors of {place.name}", actor.initialized)
         # Private, but the only way to tell this mesh's failures from those of an earlier one of the same name.
         self._names.add(await actor._name)
+        if Collector.current is not None and not self._debug:
+            Collector.current.follow(place.name, actor)
         return actor
 
     def _this_process(self, env: Mapping[str, str]) -> ProcMesh:
@@ -252,6 +255,8 @@ class Cluster:
 
     def _bury(self, name: str) -> None:
         """Ends what is left of a dead mesh; nobody waits for it. Processes of other nodes end with their mesh."""
+        if Collector.current is not None:
+            Collector.current.forget(name)
         kill_marked(self._hosts.run_id, name=name)
         if (mesh := self._meshes.pop(name, None)) is not None:
             burial = asyncio.create_task(self._stop(name, mesh, quiet=True))
@@ -318,6 +323,8 @@ class Cluster:
 
     async def _stop_meshes(self) -> None:
         await self._supervisor.close()
+        if Collector.current is not None:
+            await Collector.current.finish()
         meshes, self._meshes = self._meshes, {}
         await asyncio.gather(*(self._stop(name, mesh) for name, mesh in meshes.items()), *self._burials)
 

@@ -180,7 +180,7 @@ class Meter:
 
     def add(self, key: str, amount: Number) -> None:
         """Adds `amount` to what this step counted under `key`."""
-        self._values[_known(key)] = self._values.get(key, 0) + amount
+        self._values[known(key)] = self._values.get(key, 0) + amount
 
     def total(self, key: str, running_total: Number) -> None:
         """Counts what a total that somebody else keeps over the whole run has grown by."""
@@ -189,7 +189,7 @@ class Meter:
 
     def longest(self, key: str, seconds: float) -> None:
         """Keeps the largest of the values reported under `key` during this step."""
-        self._values[_known(key)] = max(self._values.get(key, seconds), seconds)
+        self._values[known(key)] = max(self._values.get(key, seconds), seconds)
 
     @contextmanager
     def timed(self, key: str) -> Iterator[None]:
@@ -220,7 +220,8 @@ class Meter:
         return lap
 
 
-def _known(key: str) -> str:
+def known(key: str) -> str:
+    """`key`, where a row may have it; else raises SchemaError."""
     if key in METRICS or key.startswith(EXTRA_PREFIXES):
         return key
     raise SchemaError(f"unknown metric key {key!r}; use one of METRIC_KEYS or a prefix of {EXTRA_PREFIXES}")

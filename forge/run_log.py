@@ -32,6 +32,7 @@ from rich.text import Text
 
 from forge import run_facts
 from forge.checkpoints import Checkpoint, Checkpoints
+from forge.collector import Collector
 from forge.errors import ConfigError, RunFolderError
 from forge.metrics import NONFINITE, Number, Row, make_row, read_rows
 from forge.run_folder import EpisodeRecord, RunFolder, check_dir
@@ -57,8 +58,8 @@ class RunConfig:
     tensorboard: bool = True
     """Write TensorBoard events into the run folder."""
     trace: bool = False
-    """Write trace.json into the run folder, for Perfetto: what the train loop did when, and in apps/worlds what the
-    generators and environments did."""
+    """Write trace.json into the run folder, for Perfetto: what the train loop and every actor did when, on one clock;
+    in apps/worlds the turns of environments, too."""
     checkpoint: bool = True
     """Write the final model to checkpoint/ in the run folder, in Hugging Face format."""
     resume: str | None = None
@@ -120,6 +121,7 @@ class RunLog:
         number = f"-{self.start}" if self.start else ""
         self.trace = Trace(self.folder.absolute / f"trace{number}.json" if cfg.trace else None)
         """What took how long; of a resumed run a file of its own."""
+        self._collector = Collector(self.trace)
         self._terminal: Terminal | None = None
         if cfg.progress:
             live = self._console.is_terminal if live is None else live
@@ -127,9 +129,13 @@ class RunLog:
         self.note(f"run folder {self.folder.path}" + (f", going on behind step {last_step}" if cfg.resume else ""))
 
     def __enter__(self) -> RunLog:
+        """From here on, what actors of this process's clusters measure of themselves comes here."""
+        Collector.current = Collector.current or self._collector
         return self
 
     def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
+        if Collector.current is self._collector:
+            Collector.current = None
         ended_with = run_facts.NO_ERROR if error is None else _ending(error)
         run_facts.note(self.folder.absolute, ended_with=ended_with, ended=time.time())
         if error is None:
@@ -171,7 +177,7 @@ class RunLog:
         `values` as for `make_row`; the first `episodes_per_step` of `episodes` are kept. Raises
         SchemaError for a wrong row, RunFolderError when an earlier write failed.
         """
-        row = make_row(values)
+        row = make_row({**values, **self._collector.lap()})
         self.folder.write(row, episodes[: self._cfg.episodes_per_step])
         if self._terminal is not None:
             self._terminal.step(row)

@@ -1,4 +1,6 @@
-"""What holds whom back in a short run, and which knob to turn. Pure: rows of metrics.jsonl in, findings out.
+"""What holds whom back in a run, and which knob to turn. Pure: rows of metrics.jsonl in, findings out.
+
+For the page at the end of a shakeout, and for the report (`forge.report.findings`): both judge by this.
 
     wall time of a step = waiting for the batch + the step + the snapshot + the rest
     a rollout loop      = waiting for a slot + generation + rewards
@@ -31,6 +33,8 @@ _FULL = 0.8
 """Share of the generators' places from which on they count as full."""
 _NOTABLE = 0.05
 """Share of the wall time, or of tokens, from which on something is a finding."""
+_BOUND = 0.8
+"""Share of the wall time from which on a trainer that trains is the limit, whatever it waits for besides."""
 Knobs = Mapping[str, Any]
 """The configuration as dotted keys."""
 
@@ -59,6 +63,8 @@ class Measured:
     """Means a step over the measured steps, in seconds, unless said otherwise; None was not measured."""
 
     steps: int
+    generates: bool
+    """Whether anything is sampled: else a run trains on data that are there."""
     wall_s: float
     wall_max_s: float
     wait_s: float
@@ -91,9 +97,10 @@ class Measured:
 def measure(rows: Sequence[Row], warm_up: int = WARM_UP_STEPS) -> Measured | None:
     """The figures of all rows behind the first `warm_up`; None where there are none."""
     kept = rows[warm_up:]
-    if not kept or warm_up < 1:
+    if not kept:
         return None
-    times = [float(row["time_s"] or 0.0) for row in rows[warm_up - 1 :]]
+    times = [float(row["time_s"] or 0.0) for row in rows[max(0, warm_up - 1) :]]
+    times = times if warm_up else [0.0, *times]
     walls = [after - before for before, after in pairwise(times)]
     wall_s = statistics.fmean(walls)
 
@@ -107,6 +114,7 @@ def measure(rows: Sequence[Row], warm_up: int = WARM_UP_STEPS) -> Measured | Non
     bound = mean("staleness/bound")
     return Measured(
         steps=len(kept),
+        generates=any(row.get("tokens/generated") is not None for row in kept),
         wall_s=wall_s,
         wall_max_s=max(walls),
         wait_s=mean("time/wait_batch_s") or 0.0,
@@ -128,9 +136,10 @@ def measure(rows: Sequence[Row], warm_up: int = WARM_UP_STEPS) -> Measured | Non
 
 
 def findings(m: Measured, knobs: Knobs) -> list[Finding]:
-    """What costs a share of 5 % or more, the dearest first; where nothing does, that the trainer is the limit."""
+    """What costs a share of 5 % or more, the dearest first; that the trainer is the limit where it trains, or waits
+    for nothing."""
     found = [f for f in (*_of_batches(m, knobs), *_of_weights(m, knobs), *_of_waste(m, knobs)) if f.share >= _NOTABLE]
-    if m.wait_s < _NOTABLE * m.wall_s:
+    if m.wait_s < _NOTABLE * m.wall_s or m.step_s >= _BOUND * m.wall_s > 0:
         found.append(_trainer_bound(m, knobs))
     return sorted(found, key=lambda f: -f.share)
 
@@ -139,23 +148,25 @@ def _of_batches(m: Measured, knobs: Knobs) -> Iterator[Finding]:
     """The trainer waits, and why: slots, rewards, or generation."""
     share = m.wait_s / m.wall_s if m.wall_s else 0.0
     waited = f"{_s(m.wait_s)} of {_s(m.wall_s)} a step"
-    cycle = (m.slot_wait_s or 0.0) + (m.rollout_s or 0.0)
+    if not m.generates:
+        yield Finding("Reading data is slow: the trainer waits for batches", share, waited)
+        return
+    cycle = (m.slot_wait_s or 0.0) + (m.wall_s if m.rollout_s is None else m.rollout_s)
     full = _places_taken(m, knobs)
     if m.slot_wait_s and m.slot_wait_s > 0.25 * cycle and (full is None or full < _FULL):
         bound = knobs.get("replay.max_staleness")
+        turns = (
+            (Turn("replay.max_staleness", bound, f"{bound + 1}, and a loss that corrects for it"),)
+            if isinstance(bound, int)
+            else ()
+        )
         places = "" if full is None else f", and {full:.0%} of the generators' places are taken"
         why = (
             f"{waited}; meanwhile a rollout loop waits {_s(m.slot_wait_s)} for a slot before it may begin{places}: at "
             "this bound both sides take turns"
         )
-        if isinstance(bound, int):
-            yield Finding(
-                "The staleness bound: trainer and generators wait for each other",
-                share,
-                why,
-                (Turn("replay.max_staleness", bound, f"{bound + 1}, and a loss that corrects for it"),),
-            )
-            return
+        yield Finding("The staleness bound: trainer and generators wait for each other", share, why, turns)
+        return
     if m.reward_share is not None and m.reward_share > 0.4:
         why = f"{waited}; rewards take {m.reward_share:.0%} of a rollout of {_s(m.rollout_s)}"
         yield Finding(

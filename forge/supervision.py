@@ -39,6 +39,8 @@ from typing import Any, Literal
 
 from forge.errors import ConfigError, NodeLost
 from forge.failure import first_line
+from forge.telemetry import span
+from forge.trace import RESTARTS
 
 
 @dataclass
@@ -230,7 +232,8 @@ class Supervisor:
             guard.life, guard.died = guard.life + 1, ""
             guard.attempt = attempt = self._start(_run(guard.revive))
             try:
-                await asyncio.wait([attempt])
+                with span(RESTARTS, guard.name, reason=first_line(reason)):
+                    await asyncio.wait([attempt])
             finally:
                 guard.attempt = None
                 attempt.cancel()  # does nothing, unless this task is cancelled

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from forge.telemetry import span
+from forge.trace import WEIGHTS
 from weightsync import delta
 from weightsync.adapters import AdapterSpec
 from weightsync.checksums import sum_as_one, sums
@@ -104,7 +106,8 @@ class Publisher:
     @torch.no_grad()
     def snapshot(self, version: int, buffer: int) -> float:
         """Copies what this rank owns into snapshot `buffer`; returns the seconds that the caller stood still."""
-        return self._snapshots.copy(self._pieces(), version, buffer)
+        with span(WEIGHTS, "snapshot", version=version):
+            return self._snapshots.copy(self._pieces(), version, buffer)
 
     def before_update(self) -> None:
         """Lets the next optimizer update wait, on the device, for a snapshot that still reads the parameters."""
@@ -124,18 +127,23 @@ class Publisher:
 
         Runs behind training. `base` is -1 where a receiver holds no version that a delta could start from.
         """
-        self._snapshots.wait(buffer)
-        snapshot = self._snapshots.data(buffer)
+        with span(WEIGHTS, "checksums and delta", version=version):
+            self._snapshots.wait(buffer)
+            snapshot = self._snapshots.data(buffer)
+            nbytes = self._delta(snapshot, version, base)
+            return RankOffer(nbytes, self._sums(snapshot) if self._config.checksums else [])
+
+    def _delta(self, snapshot: torch.Tensor, version: int, base: int) -> int | None:
+        """The bytes of the delta from version `base`; None where there can be none."""
+        if self._base is None or self._payload is None:
+            return None
         nbytes = None
-        if self._base is not None and self._payload is not None:
-            if base >= 0 and base == self._base_version:
-                nbytes = delta.encode(
-                    snapshot, self._base, self._layout, self._payload, version=version, base_version=base
-                )
-            self._base_version = -1
-            self._base.copy_(snapshot)
-            self._base_version = version
-        return RankOffer(nbytes, self._sums(snapshot) if self._config.checksums else [])
+        if base >= 0 and base == self._base_version:
+            nbytes = delta.encode(snapshot, self._base, self._layout, self._payload, version=version, base_version=base)
+        self._base_version = -1
+        self._base.copy_(snapshot)
+        self._base_version = version
+        return nbytes
 
     def offer_at_once(self, version: int, buffer: int) -> RankOffer | None:
         """The offer of a snapshot that was just made, where it costs less than the message that would ask for it: of an
@@ -160,7 +168,8 @@ class Publisher:
 
     def send(self, peer: str, offer: Offer) -> None:
         """Pushes an offered version to one replica, where the transport pushes; behind training."""
-        self._sender.send(peer, offer)
+        with span(WEIGHTS, "send", version=offer.version, to=peer):
+            self._sender.send(peer, offer)
 
     def close(self) -> None:
         """Gives up buffers and connections."""

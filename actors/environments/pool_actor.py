@@ -30,6 +30,7 @@ from actors.worker_process import START_DEADLINE_S
 from forge.errors import ActorFailed, ConfigError, DeadlineExceeded, EpisodeEnded
 from forge.lasting import Beating, ask, ask_once, end, set_up
 from forge.mesh import within
+from forge.telemetry import span
 
 __all__ = ["EnvironmentActor", "EnvironmentClient", "EnvironmentConfig", "Environments", "Pool"]
 
@@ -61,13 +62,15 @@ class EnvironmentActor(Beating):
     @concurrent_endpoint
     async def start(self, task: dict[str, Any], episode: str) -> Observation:
         """See `EnvironmentPool.start`."""
-        _, observation = await self._pool.start(task, episode=episode)
+        with span("turns", "reset", episode=episode):
+            _, observation = await self._pool.start(task, episode=episode)
         return observation
 
     @concurrent_endpoint
     async def step(self, episode: str, action: Action) -> Step:
         """See `EnvironmentPool.step`."""
-        return await self._pool.step(episode, action)
+        with span("turns", "step", episode=episode):
+            return await self._pool.step(episode, action)
 
     @concurrent_endpoint
     async def close(self, episode: str) -> None:

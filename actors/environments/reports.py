@@ -24,10 +24,11 @@ from typing import Any, Protocol
 from rich import box
 from rich.table import Table
 
-from actors.environments.latency import PERCENTILES, LatencyRecorder, Line
+from actors.environments.latency import LatencyRecorder, Line
 from actors.environments.ledger import COUNTS, PoolReport
 from actors.environments.quarantine import Failures
 from actors.rollout import Rollout
+from forge.durations import PERCENTILES
 from forge.metrics import Number
 
 PREFIX = "extra/env/"

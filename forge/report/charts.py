@@ -30,8 +30,9 @@ class Line:
     colour: int = 0
     faint: bool = False
     """What each step measured, behind the strong line of its mean."""
-    band: Sequence[float] = field(default_factory=tuple)
-    """Half the height of a band around the line, along it."""
+    lows: Sequence[float] = field(default_factory=tuple)
+    """Where a band around the line begins, along it; () draws none."""
+    highs: Sequence[float] = field(default_factory=tuple)
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
@@ -65,7 +66,7 @@ def thinned(line: Line) -> Line:
         parts = (found[n : n + per] for n in range(0, len(found), per))
         return [sum(part) / len(part) for part in parts]
 
-    return Line(line.name, means(line.xs), means(line.ys), line.colour, line.faint, means(line.band))
+    return Line(line.name, means(line.xs), means(line.ys), line.colour, line.faint, means(line.lows), means(line.highs))
 
 
 def line_chart(
@@ -76,18 +77,18 @@ def line_chart(
     unit: str = "",
     show_x: Callable[[float], str] = number,
     low: float | None = None,
+    marks: Sequence[tuple[float, str]] = (),
 ) -> str:
     """An SVG of lines with axes; "" of nothing. label: what it shows, for those who hear the page.
 
-    low: the y axis begins there at the latest.
+    low: the y axis begins there at the latest. marks: upright lines at an x, and what they say.
     """
     lines = [thinned(line) for line in lines if line.xs]
     if not lines:
         return ""
-    lows = [y - b for line in lines for y, b in zip(line.ys, line.band or [0.0] * len(line.ys), strict=True)]
-    highs = [y + b for line in lines for y, b in zip(line.ys, line.band or [0.0] * len(line.ys), strict=True)]
-    bottom = min(lows) if low is None else min(low, *lows)
-    top = max(highs)
+    bottom = min(y for line in lines for y in (*line.ys, *line.lows))
+    bottom = bottom if low is None else min(low, bottom)
+    top = max(y for line in lines for y in (*line.ys, *line.highs))
     y_ticks = ticks(bottom, bottom + 1.0 if low is not None and top <= bottom else top)
     x_low, x_high = min(line.xs[0] for line in lines), max(line.xs[-1] for line in lines)
     if x_high == x_low:
@@ -103,7 +104,8 @@ def line_chart(
         _y_axis(y_ticks, y, tick_texts(y_ticks)),
         _x_axis([t for t in ticks(x_low, x_high, 5) if x_low <= t <= x_high], x, show_x),
     ]
-    parts += [_band(line, x, y) for line in lines if line.band]
+    parts += [_mark(at, x, text) for at, text in marks if x_low <= at <= x_high]
+    parts += [_band(line, x, y) for line in lines if line.lows]
     parts += [_path(line, x, y) for line in sorted(lines, key=lambda line: not line.faint)]
     strong = [line for line in lines if not line.faint]
     parts += _hover(strong, x, f"{x_label} ", show_x, unit)
@@ -142,10 +144,15 @@ def _path(line: Line, x: Callable[[float], float], y: Callable[[float], float]) 
 
 
 def _band(line: Line, x: Callable[[float], float], y: Callable[[float], float]) -> str:
-    rows = list(zip(line.xs, line.ys, line.band, strict=True))
-    above = [f"{x(a):.1f},{y(b + half):.1f}" for a, b, half in rows]
-    below = [f"{x(a):.1f},{y(b - half):.1f}" for a, b, half in reversed(rows)]
+    above = [f"{x(a):.1f},{y(b):.1f}" for a, b in zip(line.xs, line.highs, strict=True)]
+    below = [f"{x(a):.1f},{y(b):.1f}" for a, b in zip(line.xs, line.lows, strict=True)]
+    below.reverse()
     return f'<polygon class="band f{line.colour % NUM_COLOURS}" points="{" ".join(above + below)}"/>'
+
+
+def _mark(at: float, x: Callable[[float], float], text: str) -> str:
+    place = f'x1="{x(at):.1f}" x2="{x(at):.1f}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}"'
+    return f'<line class="mark" {place}><title>{escaped(text)}</title></line>'
 
 
 def _hover(

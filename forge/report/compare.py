@@ -25,6 +25,7 @@ def table(runs: Sequence[Run], facts: Sequence[Facts]) -> str:
         ("pace of steps, against the first", pace),
         ("staleness, mean and largest", lambda f: f"{number(f.staleness_mean)}, {number(f.staleness_max)}"),
         ("reward, first to last", lambda f: _pair(f.reward)),
+        ("pass@1, last evaluation", lambda f: "-" if f.passed is None else _interval(f.passed)),
         ("staleness bound", lambda f: number(f.staleness_bound)),
         ("effective sample size, mean", lambda f: number(f.effective_sample_size)),
         ("steps", lambda f: f"{f.num_steps:,}"),
@@ -54,6 +55,11 @@ def _reached(runs: Sequence[Run], facts: Sequence[Facts]) -> tuple[str, list[str
     goal, span = start + _NEAR * (end - start), window(runs)
     times = [time_to_reach(run.rows, goal, span) for run in runs]
     return f"time to a reward of {number(goal)}", [duration(time_s) for time_s in times]
+
+
+def _interval(found: tuple[float, float, float]) -> str:
+    mean, low, high = (number(value) for value in found)
+    return f"{mean} ({low} to {high})"
 
 
 def _pair(pair: tuple[float, float] | None) -> str:

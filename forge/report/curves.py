@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forge.metrics import Row
 from forge.report.charts import Line, line_chart
-from forge.report.facts import trailing, values
+from forge.report.facts import restarts, trailing, values
 from forge.report.runs import Run
 from forge.report.words import duration, escaped
 
@@ -26,6 +27,7 @@ class Curve:
     from_zero: bool = False
 
 
+_PASS = re.compile(r"eval/pass@(\d+)")
 THROUGHPUT = "generator/tokens_per_s"
 CURVES = (
     Curve("reward/mean", "Reward", "mean of the episodes that a step trained on"),
@@ -48,6 +50,39 @@ CURVES = (
 )
 
 
+def evaluated(runs: Sequence[Run]) -> str:
+    """Evaluations by version, each under the interval that it came with; "" where there were none."""
+    ks = sorted(
+        {int(key.rpartition("@")[2]) for run in runs for row in run.evaluations for key in row if _PASS.fullmatch(key)}
+    )
+    shown = [Curve("eval/reward", "Reward in evaluation", "mean reward of the evaluated prompts")]
+    shown += [
+        Curve(f"eval/pass@{k}", f"pass@{k} in evaluation", _passed(k), from_zero=True)
+        for k in dict.fromkeys((*ks[:1], *ks[-1:]))
+    ]
+    figures = []
+    for curve in shown:
+        lines = [line for n, run in enumerate(runs) if (line := _evaluation(run, curve.key, n))]
+        drawn = line_chart(
+            lines, label=f"{curve.title} over versions", x_label="version", low=0.0 if curve.from_zero else None
+        )
+        says = f"{curve.says}, each of one version of the weights; the band is its 95 % interval"
+        figures.append(framed(curve.title, "", says, drawn))
+    return "".join(figures)
+
+
+def _passed(k: int) -> str:
+    return "share of the samples that passed" if k == 1 else f"chance that one of {k} samples passes"
+
+
+def _evaluation(run: Run, key: str, colour: int) -> Line | None:
+    rows = [row for row in run.evaluations if all(row.get(k) is not None for k in (key, f"{key}/low", f"{key}/high"))]
+    if not rows:
+        return None
+    low, high = values(rows, f"{key}/low"), values(rows, f"{key}/high")
+    return Line(run.name, values(rows, "step"), values(rows, key), colour, lows=low, highs=high)
+
+
 def window(runs: Sequence[Run]) -> int:
     """Steps in the mean of the strong line: a twentieth of the longest run; 1: no mean."""
     longest = max(len(run.rows) for run in runs)
@@ -63,7 +98,7 @@ def charts(runs: Sequence[Run], keys: Sequence[str] | None = None) -> str:
         if (curve.key != THROUGHPUT if keys is None else curve.key in keys)
     ]
     if keys is None:
-        figures.insert(1, over_time(runs, span))
+        figures[1:1] = [over_time(runs, span), evaluated(runs)]
     return "".join(figures)
 
 
@@ -71,7 +106,8 @@ def figure(runs: Sequence[Run], curve: Curve, span: int) -> str:
     """One chart over steps; "" where no run has its number."""
     band_key = "reward/std" if curve.key == "reward/mean" and len(runs) == 1 else None
     lines = [line for n, run in enumerate(runs) for line in _lines(run, curve.key, n, span, "step", band_key)]
-    drawn = line_chart(lines, label=f"{curve.title} over steps", unit=curve.unit, low=0.0 if curve.from_zero else None)
+    low = 0.0 if curve.from_zero else None
+    drawn = line_chart(lines, label=f"{curve.title} over steps", unit=curve.unit, low=low, marks=_marks(runs))
     says = curve.says + ("; the band is one standard deviation of the episodes" if band_key else "")
     return framed(curve.title, curve.unit, says, drawn)
 
@@ -98,11 +134,17 @@ def _lines(run: Run, key: str, colour: int, span: int, over: str, band_key: str 
     if not rows:
         return []
     xs, ys = values(rows, over), values(rows, key)
-    band = [float(row.get(band_key) or 0.0) for row in rows] if band_key else []
-    if span == 1:
-        return [Line(run.name, xs, ys, colour, band=band)]
     smooth = trailing(ys, span)
-    return [
-        Line(run.name, xs, ys, colour, faint=True),
-        Line(run.name, xs, smooth, colour, band=trailing(band, span) if band else ()),
-    ]
+    half = trailing([float(row.get(band_key) or 0.0) for row in rows], span) if band_key else []
+    lows = [a - b for a, b in zip(smooth, half, strict=True)] if half else []
+    highs = [a + b for a, b in zip(smooth, half, strict=True)] if half else []
+    faint = [Line(run.name, xs, ys, colour, faint=True)] if span > 1 else []
+    return [*faint, Line(run.name, xs, smooth, colour, lows=lows, highs=highs)]
+
+
+def _marks(runs: Sequence[Run]) -> list[tuple[float, str]]:
+    """Restarts, of a run that stands alone."""
+    if len(runs) > 1:
+        return []
+    found = restarts(runs[0].rows)
+    return [(step, f"a {role} took up its work again") for role, steps in found.items() for step in steps]

@@ -106,18 +106,22 @@ class Facts:
     """Mean time of a rollout behind that, with its rewards."""
     reward_s: float | None
     """What its rewards took of it."""
+    restarts: dict[str, list[int]]
+    """The steps before which replicas of a role took up their work again, a number for each time."""
     effective_sample_size: float | None
     """Its mean."""
     skipped_updates: float
     nonfinite: float
+    passed: tuple[float, float, float] | None = None
+    """pass@1 of the last evaluation, and its interval."""
 
     @property
     def step_wall_s(self) -> float:
         return self.waits.wall_s / self.waits_steps
 
 
-def facts_of(rows: Sequence[Row]) -> Facts:
-    """The numbers of a run with one row or more.
+def facts_of(rows: Sequence[Row], evaluations: Sequence[Row] = ()) -> Facts:
+    """The numbers of a run with one row or more, and those of its evaluations.
 
     The wait for the first batch is the pipeline filling up; with three rows or more `waits` begin behind that step.
     """
@@ -147,10 +151,32 @@ def facts_of(rows: Sequence[Row]) -> Facts:
         admission_wait_s=mean(values(steady, "replay/admission_wait_s")),
         rollout_s=_each(rows, "extra/rollout_s"),
         reward_s=_each(rows, "extra/reward_s"),
+        restarts=restarts(rows),
         effective_sample_size=mean(values(rows, "extra/effective_sample_size")),
         skipped_updates=total(rows, "extra/skipped_updates") or 0.0,
         nonfinite=total(rows, NONFINITE) or 0.0,
+        passed=_passed(evaluations),
     )
+
+
+def _passed(evaluations: Sequence[Row]) -> tuple[float, float, float] | None:
+    for row in reversed(evaluations):
+        found = [row.get(f"eval/pass@1{end}") for end in ("", "/low", "/high")]
+        if None not in found:
+            mean, low, high = (float(value or 0.0) for value in found)
+            return mean, low, high
+    return None
+
+
+def restarts(rows: Sequence[Row]) -> dict[str, list[int]]:
+    """By role, the steps of the rows that count a restart of it."""
+    prefix = "extra/restarts/"
+    found: dict[str, list[int]] = {}
+    for row in rows:
+        for key in row:
+            if key.startswith(prefix) and (count := row[key]):
+                found.setdefault(key.removeprefix(prefix), []).extend([int(row["step"] or 0)] * int(count))
+    return found
 
 
 def _each(rows: Sequence[Row], key: str) -> float | None:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+from forge import shakeout
+from forge.metrics import Row
 from forge.report.facts import Facts
 from forge.report.words import duration, number, percent
+from forge.shakeout import Finding
 
+MOST = 3
+"""Things that hold somebody back, of which the page speaks."""
 _MUCH = 0.25
 _LITTLE = 0.5
 
 
-def findings(facts: Facts) -> list[str]:
-    """Of one run, the most important first."""
-    return [*_outcome(facts), *_waits(facts), *_staleness(facts), *_alarms(facts)]
+def findings(facts: Facts, found: Sequence[Finding] = ()) -> list[str]:
+    """Of one run, the most important first. `found` is what holds whom back, see `judged`."""
+    return [*_outcome(facts), *_first_wait(facts), *_judged(found), *_staleness(facts), *_alarms(facts)]
+
+
+def judged(rows: Sequence[Row], knobs: Mapping[str, Any]) -> list[Finding]:
+    """What holds whom back, without the step in which the pipeline filled up where there are others."""
+    measured = shakeout.measure(rows, 1 if len(rows) > 2 else 0)
+    return shakeout.findings(measured, knobs) if measured else []
 
 
 def _outcome(facts: Facts) -> list[str]:
@@ -22,11 +34,18 @@ def _outcome(facts: Facts) -> list[str]:
         first, last = facts.reward
         if facts.num_steps > 2 and abs(last - first) < facts.reward_noise:
             moved = f"Reward went from {number(first)} to {number(last)}, less than one step differs from the next,"
-            return [f"{moved} {took}."]
-        return [f"{_moved('Reward', first, last)} {took}."]
+            return [f"{moved} {took}.{_evaluated(facts)}"]
+        return [f"{_moved('Reward', first, last)} {took}.{_evaluated(facts)}"]
     if facts.loss is not None:
         return [f"{_moved('The loss', *facts.loss)} {took}."]
     return [f"The run went on for {took.removeprefix('in ')}."]
+
+
+def _evaluated(facts: Facts) -> str:
+    if facts.passed is None:
+        return ""
+    mean, low, high = (number(value) for value in facts.passed)
+    return f" The last evaluation passed {mean} of its samples (95 % interval {low} to {high})."
 
 
 def _moved(name: str, first: float, last: float) -> str:
@@ -35,52 +54,17 @@ def _moved(name: str, first: float, last: float) -> str:
     return f"{name} {'rose' if last > first else 'fell'} from {number(first)} to {number(last)}"
 
 
-def _waits(facts: Facts) -> list[str]:
-    first = []
-    if facts.first_wait_s > _MUCH * facts.wall_s:
-        first = [f"Of that, {duration(facts.first_wait_s)} went by before the first batch; the shares leave it out."]
-    return [*first, _bottleneck(facts)]
+def _first_wait(facts: Facts) -> list[str]:
+    if facts.first_wait_s <= _MUCH * facts.wall_s:
+        return []
+    return [f"Of that, {duration(facts.first_wait_s)} went by before the first batch; the shares leave it out."]
 
 
-def _bottleneck(facts: Facts) -> str:
-    waits = facts.waits
-    waited, worked = waits.share(waits.wait_s), waits.share(waits.step_s)
-    stalled, rest = waits.share(waits.publish_s), waits.share(waits.rest_s)
-    slot_s = facts.admission_wait_s or 0.0
-    held_back = slot_s > _MUCH * facts.step_wall_s
-    if waited >= max(_MUCH, stalled, rest):
-        return _data_late(facts, waited, slot_s, held_back)
-    if stalled >= _MUCH:
-        return f"Publishing weights stopped the trainer {percent(stalled)} of the time: the copy is the bottleneck."
-    if rest >= _MUCH:
-        return (
-            f"{percent(rest)} of the time the train loop neither trained, waited nor published: look for checkpoints, "
-            "or for other work of its process."
-        )
-    text = (
-        f"The trainer worked {percent(worked)} of the time and waited {percent(waited)} for batches: training is the "
-    )
-    text += "bottleneck, and its data keep up."
-    if held_back:
-        text += f" Rollouts waited {duration(slot_s)} for a free slot on average."
-    return text
-
-
-def _data_late(facts: Facts, waited: float, slot_s: float, held_back: bool) -> str:
-    text = f"The trainer waited {percent(waited)} of the time for batches: "
-    if not facts.generates:
-        return text + "reading data is the bottleneck."
-    if held_back:
-        bound = number(facts.staleness_bound)
-        return text + (
-            f"it and the generators take turns. Rollouts in turn waited {duration(slot_s)} for a free slot on average, "
-            f"because the staleness bound {bound} lets them run no further ahead; a larger replay.max_staleness would "
-            "overlap the two, at the price of older data."
-        )
-    return text + (
-        "generation, with its environments and rewards, is the bottleneck. More or faster generators would shorten "
-        "the run; a faster trainer would not."
-    )
+def _judged(found: Sequence[Finding]) -> Iterator[str]:
+    """What `forge.shakeout` finds, each with what to try."""
+    for finding in found[:MOST]:
+        tries = " or ".join(f"{turn.key} {turn.to} (it is {turn.now})" for turn in finding.turns[:2])
+        yield f"{finding.title}, {percent(finding.share)}: {finding.why}." + (f" Try {tries}." if tries else "")
 
 
 def _staleness(facts: Facts) -> list[str]:
@@ -103,6 +87,9 @@ def _alarms(facts: Facts) -> list[str]:
         )
     if facts.skipped_updates:
         found.append(f"{facts.skipped_updates:,.0f} updates were skipped, since their gradient was not finite.")
+    for role, steps in facts.restarts.items():
+        times = "once" if len(steps) == 1 else f"{len(steps)} times"
+        found.append(f"A {role} died and was restarted {times}, before step {', '.join(map(str, steps[:8]))}.")
     if facts.nonfinite:
         found.append(f"{facts.nonfinite:,.0f} measured values were NaN or infinite.")
     return found

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from forge.report import compare, curves, episodes, sections
 from forge.report.charts import NUM_COLOURS
 from forge.report.facts import Facts, facts_of
-from forge.report.findings import comparison, findings
+from forge.report.findings import comparison, findings, judged
 from forge.report.runs import Run
 from forge.report.style import style
 from forge.report.words import duration, escaped
@@ -17,7 +17,7 @@ from forge.run_facts import NO_ERROR
 
 def page(runs: Sequence[Run]) -> str:
     """The HTML of one run or several; the first is the one that the others are compared with."""
-    facts = [facts_of(run.rows) for run in runs]
+    facts = [facts_of(run.rows, run.evaluations) for run in runs]
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     span = curves.window(runs)
     note = f"Strong lines are the mean of the last {span} steps, faint ones each step. " if span > 1 else ""
@@ -59,7 +59,7 @@ def _section(title: str, body: str, needed: str | None = None) -> str:
 
 def _findings(runs: Sequence[Run], facts: Sequence[Facts]) -> str:
     if len(runs) == 1:
-        sentences = findings(facts[0])
+        sentences = findings(facts[0], judged(runs[0].rows, runs[0].knobs))
     else:
         sentences = comparison([run.name for run in runs], facts)
     kind = "findings" if len(runs) > 1 else "findings lead"

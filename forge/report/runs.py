@@ -42,6 +42,10 @@ class Run:
     config_text: str = ""
     config: dict[str, str] = field(default_factory=dict)
     """The configuration by dotted name, values as text."""
+    knobs: dict[str, Any] = field(default_factory=dict)
+    """The same, values as they are."""
+    evaluations: list[Row] = field(default_factory=list)
+    """evaluations.jsonl, one object a version that was evaluated."""
     spans: list[Span] = field(default_factory=list)
     environments: dict[str, Any] = field(default_factory=dict)
     """environments.json: latencies of the whole run by kind of environment."""
@@ -74,6 +78,8 @@ def read_run(folder: str | Path, name: str | None = None) -> Run:
         episodes=list(_episodes(_text(path / "episodes.jsonl"))),
         config_text=text,
         config=flat(_yaml(text)),
+        knobs=leaves(_yaml(text)),
+        evaluations=_evaluations(path / "evaluations.jsonl"),
         spans=_spans(path),
         environments=_object(path / "environments.json"),
         facts=facts,
@@ -94,12 +100,23 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
 
 def flat(tree: Any, prefix: str = "") -> dict[str, str]:
     """Nested mappings as dotted names with values as text."""
+    return {key: "null" if value is None else str(value) for key, value in leaves(tree, prefix).items()}
+
+
+def leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """The same with values as they are."""
     if isinstance(tree, Mapping) and tree:
-        found: dict[str, str] = {}
+        found: dict[str, Any] = {}
         for key, value in tree.items():
-            found |= flat(value, f"{prefix}.{key}" if prefix else str(key))
+            found |= leaves(value, f"{prefix}.{key}" if prefix else str(key))
         return found
-    return {prefix: "null" if tree is None else str(tree)} if prefix else {}
+    return {prefix: tree} if prefix else {}
+
+
+def _evaluations(path: Path) -> list[Row]:
+    with suppress(OSError, UnicodeDecodeError, SchemaError):
+        return [row for row in read_rows(path) if isinstance(row.get("step"), int)]
+    return []
 
 
 def _episodes(text: str) -> Iterator[Episode]:

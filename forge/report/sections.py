@@ -19,7 +19,10 @@ from forge.report.facts import (
 from forge.report.runs import Run
 from forge.report.timeline import timeline, window
 from forge.report.words import duration, escaped, number, percent, size, table
-from forge.trace import GENERATE
+from forge.trace import GENERATE, RESTARTS, STEP, WEIGHTS, lane_of
+
+_SEEN_ELSEWHERE = (lane_of("", STEP), lane_of("", WEIGHTS))
+"""Lanes of actors that say of waiting what the train loop's bar says."""
 
 
 def waits(runs: Sequence[Run], facts: Sequence[Facts]) -> str:
@@ -43,6 +46,8 @@ def _waits_of(run: Run, facts: Facts, named: bool) -> str:
     since = ", from the second step on" if facts.waits_steps < facts.num_steps else ""
     bars = [_bar("Trainer", f"{duration(own.wall_s)} in all{since}", shares), _rollouts(facts)]
     for lane in busy_lanes(run.spans):
+        if lane.lane == RESTARTS or lane.lane.endswith(_SEEN_ELSEWHERE):
+            continue
         name = "Generators" if lane.lane == GENERATE else lane.lane
         what = "requests " if lane.lane == GENERATE else ""
         more = f"{number(lane.at_once)} {what}at a time on average, from the trace"
@@ -123,11 +128,13 @@ def picture(runs: Sequence[Run]) -> str:
     keys = (
         ("p-step", "training"),
         ("p-wait", "waiting for a batch"),
-        ("p-publish", "publishing weights"),
-        ("p-span", "work of a lane"),
+        ("p-publish", "weights on their way"),
+        ("p-span", "other work"),
+        ("p-restart", "a restart"),
     )
-    legend = "".join(f'<li><i class="{kind}"></i>{name}</li>' for kind, name in keys)
-    return f'<ul class="keys">{legend}</ul>{"".join(parts)}'
+    drawn = "".join(parts)
+    legend = "".join(f'<li><i class="{kind}"></i>{name}</li>' for kind, name in keys if f'class="{kind}"' in drawn)
+    return f'<ul class="keys">{legend}</ul>{drawn}'
 
 
 def latencies(runs: Sequence[Run]) -> str:

@@ -37,6 +37,7 @@ svg .lane{fill:var(--fg);font-weight:600}
 .line{fill:none;stroke-width:2}
 .faint{fill:none;stroke-width:1;opacity:.35}
 .band{opacity:.15}
+.mark{stroke:var(--c1);stroke-width:1.5;stroke-dasharray:2 3}
 .hit{fill:transparent}
 .hit:hover{fill:var(--fg);fill-opacity:.12}
 .legend{display:flex;flex-wrap:wrap;gap:4px 18px;margin:8px 0;padding:0;list-style:none}
@@ -62,6 +63,7 @@ td:first-child,td.text{white-space:normal}
 .p-wait{fill:var(--c1);background:var(--c1)}
 .p-publish{fill:var(--c3);background:var(--c3)}
 .p-rest,.p-idle{fill:var(--idle);background:var(--idle)}
+.p-restart{fill:var(--c4);background:var(--c4)}
 .p-busy,.p-span{fill:var(--c0);background:var(--c0)}
 .crowd{fill:var(--c0);opacity:.75}
 .episode{border:1px solid var(--edge);border-radius:6px;margin:12px 0;overflow:hidden}

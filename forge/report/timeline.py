@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from forge.report.charts import ticks
 from forge.report.words import duration, escaped, number
-from forge.trace import TRAIN_LOOP, Span
+from forge.trace import RESTARTS, TRAIN_LOOP, WEIGHTS, Span, lane_of
 
 WIDTH = 860
 _LEFT, _RIGHT, _ROW, _TALL, _GAP = 104, 8, 11, 64, 18
@@ -18,7 +18,8 @@ PARTS = {"time/step_s": "step", "time/wait_batch_s": "wait", "time/publish_stall
 
 
 def window(spans: Sequence[Span]) -> tuple[float, float, int, int] | None:
-    """Begin and end in seconds of a few steps in the middle of the trace, and the first and last of them.
+    """Begin and end in seconds of a few steps, and the first and last of them: those around the first restart, else
+    those in the middle of the trace.
 
     Steps count from 1, in the trace. None where the train loop left no step.
     """
@@ -26,6 +27,9 @@ def window(spans: Sequence[Span]) -> tuple[float, float, int, int] | None:
     if not trained:
         return None
     first = max(0, (len(trained) - NUM_STEPS) // 2)
+    if restarted := [span.begin_s for span in spans if span.lane == RESTARTS]:
+        done = sum(span.end_s < min(restarted) for span in trained)
+        first = max(0, min(done, len(trained) - NUM_STEPS))
     last = min(len(trained), first + NUM_STEPS) - 1
     before = trained[first - 1].end_s if first else min(s.begin_s for s in spans)
     after = max(s.end_s for s in spans) if last + 1 == len(trained) else trained[last + 1].begin_s
@@ -33,10 +37,11 @@ def window(spans: Sequence[Span]) -> tuple[float, float, int, int] | None:
 
 
 def timeline(spans: Sequence[Span], begin_s: float, end_s: float) -> str:
-    """An SVG of `begin_s` to `end_s`: the train loop first, then the lanes in the order in which they came up."""
+    """An SVG of `begin_s` to `end_s`: the train loop first, then actors in the order in which they came up."""
     shown = [span for span in spans if span.end_s > begin_s and span.begin_s < end_s]
     lanes = dict.fromkeys(span.lane for span in shown)
-    order = [lane for lane in (TRAIN_LOOP,) if lane in lanes] + [lane for lane in lanes if lane != TRAIN_LOOP]
+    actors = list(dict.fromkeys((TRAIN_LOOP, *(lane.partition(": ")[0] for lane in lanes))))
+    order = sorted(lanes, key=lambda lane: (actors.index(lane.partition(": ")[0]), lane))
     scale = (WIDTH - _LEFT - _RIGHT) / max(1e-9, end_s - begin_s)
     top, parts = 4.0, list[str]()
     for lane in order:
@@ -47,7 +52,9 @@ def timeline(spans: Sequence[Span], begin_s: float, end_s: float) -> str:
             drawn, tall = _crowd(own, begin_s, end_s, scale, top), _TALL
         else:
             drawn, tall = "".join(_bar(span, begin_s, end_s, scale, top) for span in own), rows * (_ROW + 1)
-        parts.append(f'<text class="lane" x="0" y="{top + 10:.0f}">{escaped(_short(lane))}</text>{drawn}')
+        actor, _, part = lane.partition(": ")
+        below = f'<text x="0" y="{top + 22:.0f}">{escaped(_short(part))}</text>'
+        parts.append(f'<text class="lane" x="0" y="{top + 10:.0f}">{escaped(_short(actor))}</text>{below}{drawn}')
         top += tall + _GAP
     parts.append(_axis(end_s - begin_s, top))
     label = f"timeline of {number(end_s - begin_s)} seconds"
@@ -65,6 +72,10 @@ def _bar(span: Span, begin_s: float, end_s: float, scale: float, top: float) -> 
     more = "".join(f"\n{key} {value}" for key, value in span.arguments.items())
     text = escaped(f"{span.lane}: {name}, {duration(span.end_s - span.begin_s)}{more}")
     kind = f"p-{name}" if span.name in PARTS else "p-span"
+    if span.lane == RESTARTS:
+        kind = "p-restart"
+    elif span.lane.endswith(lane_of("", WEIGHTS)):
+        kind = "p-publish"
     return (
         f'<rect class="{kind}" x="{left:.1f}" y="{top + span.row * (_ROW + 1):.1f}" width="{wide:.1f}" height="{_ROW}">'
         f"<title>{text}</title></rect>"
@@ -97,7 +108,7 @@ def _crowd(spans: Sequence[Span], begin_s: float, end_s: float, scale: float, to
     text = f"{len(spans):,} spans, up to {number(most)} at once"
     return (
         f'<polygon class="crowd" points="{" ".join(track)}"><title>{text}</title></polygon>'
-        f'<text x="0" y="{top + 24:.0f}">up to {most:.0f}</text><text x="0" y="{top + 37:.0f}">at once</text>'
+        f'<text x="0" y="{top + 36:.0f}">up to {most:.0f}</text><text x="0" y="{top + 49:.0f}">at once</text>'
     )
 
 

@@ -63,7 +63,7 @@ def test_the_page_says_what_the_rows_say(tmp_path: Path) -> None:
     text = words_of(page([read_run(write_run(tmp_path / "one"))]))
     for wanted in (
         "Reward rose from 0.100 to 1 in 10 steps and 1 min 40 s.",
-        "The trainer waited 60 % of the time for batches: generation",
+        "Generation is slow: the trainer waits for batches, 60 %: 6.00 s of 10.00 s a step",
         "0.500 versions old on average and 1 at most (bound 1); 10 % of the sampled tokens were thrown away",
         "training 30 %",
         "publishing weights 5 %",
@@ -117,6 +117,34 @@ def test_a_folder_that_is_no_run_is_one_line_and_exit_code_2(
     assert "cannot be written" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="given twice"):
         read_runs([one, one])
+
+
+def evaluation(version: int, passed: float) -> Row:
+    row: Row = {"step": version, "policy_version": version}
+    for key in ("eval/reward", "eval/pass@1", "eval/pass@4"):
+        row |= {key: passed, f"{key}/low": passed - 0.1, f"{key}/high": passed + 0.1}
+    return row
+
+
+def test_evaluations_stand_beside_the_reward_with_their_intervals(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "one")
+    lines = [json.dumps(evaluation(version, 0.3 + version / 20)) for version in (0, 5, 10)]
+    (folder / "evaluations.jsonl").write_text("\n".join(lines))
+    html = page([read_run(folder)])
+    assert "The last evaluation passed 0.800 of its samples (95 % interval 0.700 to 0.900)." in words_of(html)
+    titles = re.findall(r"<h3>([^<]*)", html[html.index("<h2>Curves") :])
+    assert titles[:4] == ["Reward", "Reward in evaluation", "pass@1 in evaluation", "pass@4 in evaluation"]
+    assert html.count('class="band') == 4
+    other = write_run(tmp_path / "two")
+    assert "pass@1, last evaluation 0.800 (0.700 to 0.900) -" in words_of(page(read_runs([folder, other])))
+
+
+def test_restarts_are_told_and_marked_where_they_happened(tmp_path: Path) -> None:
+    rows = [row(step, **{"extra/restarts/generator": int(step in (4, 7))}) for step in range(1, 11)]
+    html = page([read_run(write_run(tmp_path / "one", rows))])
+    assert "A generator died and was restarted 2 times, before step 4, 7." in words_of(html)
+    assert html.count("a generator took up its work again") == html.count('class="mark"') > 2
+    assert 'class="mark"' not in page([read_run(write_run(tmp_path / "two"))])
 
 
 def test_two_runs_stand_beside_each_other_and_speed_never_alone(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from forge.report.facts import (
     time_to_reach,
     trailing,
 )
-from forge.report.findings import findings
+from forge.report.findings import findings, judged
 from forge.report.runs import Episode, flat
 from forge.report.timeline import running, timeline, window
 from forge.report.words import duration, number, percent, size
@@ -46,16 +46,19 @@ def waits(wait_s: float, step_s: float, **more: Any) -> list[Row]:
 @pytest.mark.parametrize(
     ("rows", "wanted"),
     [
-        (waits(7.0, 3.0), "The trainer waited 70 % of the time for batches: generation"),
-        (waits(7.0, 3.0, **{"tokens/generated": None}), "reading data is the bottleneck"),
-        (waits(5.0, 5.0, **{"replay/admission_wait_s": 4.0, "staleness/bound": 0}), "the staleness bound 0 lets them"),
-        (waits(0.1, 9.5), "The trainer worked 95 % of the time and waited 1 % for batches: training is the"),
-        (waits(0.1, 2.0, **{"time/publish_stall_s": 7.0}), "Publishing weights stopped the trainer 70 %"),
-        (waits(0.1, 2.0), "79 % of the time the train loop neither trained"),
+        (waits(7.0, 3.0), "Generation is slow: the trainer waits for batches, 70 %: 7.00 s of 10.00 s a step"),
+        (waits(7.0, 3.0, **{"tokens/generated": None}), "Reading data is slow: the trainer waits for batches, 70 %"),
+        (
+            waits(5.0, 5.0, **{"replay/admission_wait_s": 4.0, "staleness/bound": 0}),
+            "The staleness bound: trainer and generators wait for each other, 50 %",
+        ),
+        (waits(0.1, 9.5), "The trainer is the limit, as it should be, 95 %: it waits 100 ms of 10.00 s"),
+        (waits(0.1, 2.0, **{"time/publish_stall_s": 7.0}), "Weights: the trainer stands still for its snapshot, 70 %"),
+        (waits(0.1, 2.0), "The train loop itself, 79 %"),
     ],
 )
 def test_who_waits_for_whom_in_words(rows: list[Row], wanted: str) -> None:
-    assert wanted in " ".join(findings(facts_of(rows)))
+    assert wanted in " ".join(findings(facts_of(rows), judged(rows, {"replay.max_staleness": 0})))
 
 
 def test_the_wait_for_the_first_batch_is_told_apart() -> None:
@@ -72,6 +75,32 @@ def test_a_reward_that_moves_less_than_its_noise_did_not_rise() -> None:
     assert "less than one step differs from the next" in findings(facts_of(rows))[0]
     rising = [row(n, **{"reward/mean": 0.1 * n}) for n in range(1, 11)]
     assert findings(facts_of(rising))[0].startswith("Reward rose from 0.100 to 1 in 10 steps")
+
+
+def test_a_trainer_that_trains_most_of_the_time_is_the_limit_whatever_it_waits_for() -> None:
+    first, *_ = judged(waits(1.0, 8.9, **{"replay/admission_wait_s": 6.0}), {"replay.max_staleness": 1})
+    assert "The trainer is the limit" in first.title
+
+
+def test_the_timeline_shows_the_steps_around_a_restart_and_lanes_of_one_actor_together() -> None:
+    steps = [Span("train loop", 0, "time/step_s", 10.0 * n, 10.0 * n + 9.0) for n in range(20)]
+    spans = [
+        *steps,
+        Span("generator_0: weights", 0, "flip", 161.0, 162.0),
+        Span("reward: rewards", 0, "score", 161.0, 162.0),
+        Span("generator_0: requests", 0, "a", 162.0, 163.0),
+    ]
+    found = window(spans)
+    assert found is not None
+    assert found[2:] == (9, 11)
+    found = window([*spans, Span("restarts", 0, "generator_0", 161.5, 175.0)])
+    assert found is not None
+    assert found[2] == 17
+    drawn = timeline([*spans, Span("restarts", 0, "generator_0", 161.5, 175.0)], *found[:2])
+    assert 'class="p-restart"' in drawn
+    assert 'class="p-publish"' in drawn
+    places = [drawn.index(name) for name in (">train loop<", ">requests<", ">weights<", ">reward<")]
+    assert places == sorted(places)
 
 
 def test_staleness_counts_episodes_and_not_steps() -> None:

@@ -10,15 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.environments.latency import (
-    LARGEST_ERROR,
-    LONGEST_S,
-    OTHER,
-    SHORTEST_S,
-    Durations,
-    LatencyRecorder,
-    turn_label,
-)
+from actors.environments.latency import OTHER, LatencyRecorder, turn_label
+from forge.durations import LARGEST_ERROR, LONGEST_S, SHORTEST_S, Durations
 from forge.metrics import METRIC_KEYS, make_row
 
 SECONDS = st.floats(min_value=SHORTEST_S, max_value=LONGEST_S)
