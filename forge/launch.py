@@ -217,8 +217,10 @@ def _take_leashes(store: Any, ip: str, count: int) -> list[Node]:
 
 def _serve_node(leash: socket.socket, ip: str, address: str) -> NoReturn:
     """Be a Monarch host until the controller is done or gone."""
+    # A cluster that ends a job tells all nodes at once. The controller then ends its step and the run, and this node
+    # with it. SIG_IGN would be inherited by the actors.
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, lambda *_: None)
     codes: queue.Queue[int] = queue.Queue()
     threading.Thread(target=nodes.obey, args=(leash, codes), daemon=True).start()
     from monarch.actor import enable_transport, run_worker_loop_until_shutdown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -110,6 +111,20 @@ def test_a_lost_machine_ends_the_run_with_its_name_and_the_run_can_be_resumed(
     run.start(f"--resume={run.folder}", f"--trainer.steps={done + 3}")
     assert run.end(START_S) == [0, 0], run.nodes[0].output
     assert [row["step"] for row in run.rows()] == list(range(1, done + 4))
+
+
+def test_when_all_nodes_are_told_to_end_the_step_ends_and_the_checkpoint_is_written(
+    machines: Machines, tmp_path: Path
+) -> None:
+    run = Run(machines, tmp_path / "run", *APART, "--trainer.steps=5000")
+    run.wait_until(lambda: len(run.rows()) >= 2, "two steps")
+    for index in (1, 0):  # the far one first: it must not end before the controller says so
+        machines.torchrun_agent(index).send_signal(signal.SIGINT)
+    run.end(END_S)
+    assert "stopping after this step" in run.nodes[0].output
+    assert "is lost" not in run.nodes[0].output
+    assert (run.folder / "checkpoint" / "model.safetensors").exists()
+    assert len(list(run.folder.glob("checkpoints/*"))) == 1
 
 
 def test_when_the_controllers_machine_is_killed_the_other_ends(machines: Machines, tmp_path: Path) -> None:

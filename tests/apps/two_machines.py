@@ -99,6 +99,15 @@ class Machines:
         """What runs on machine `index`."""
         return marked(f"{self.mark}/{index}")
 
+    def torchrun_agent(self, index: int) -> psutil.Process:
+        """The launcher on machine `index`, to which a terminal or a cluster sends its signals."""
+        (agent,) = [
+            process
+            for process in self.processes(index)
+            if process.cmdline()[:3] == [sys.executable, "-m", "torch.distributed.run"]
+        ]
+        return agent
+
     def run(self, index: int, *command: str) -> str:
         """The output of a command in the network of machine `index`."""
         return subprocess.run(

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from forge.launch import configure_monarch
+from forge.errors import LaunchError
+from forge.launch import INTERFACE_ENV, _ip_of_interface, configure_monarch
 
 APP = Path(__file__).parent / "launch_app.py"
 PYTHON = [sys.executable]
@@ -208,6 +209,20 @@ def test_two_nodes_run_one_trainer_over_both(apps: list[App], tmp_path: Path, wh
     else:
         assert codes == [1, 1], ended
         assert any("the controller is gone" in error for _, _, error in ended), ended
+
+
+def test_nodes_talk_over_the_interface_that_the_user_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", INTERFACE_ENV):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    assert _ip_of_interface() == ""
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "mine")
+    monkeypatch.setenv(INTERFACE_ENV, "lo")
+    assert _ip_of_interface() == "127.0.0.1"
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "mine")
+    monkeypatch.setenv(INTERFACE_ENV, "nosuch0")
+    with pytest.raises(LaunchError, match=r"is 'nosuch0', which has no IPv4 address here .* there are .*lo"):
+        _ip_of_interface()
 
 
 def test_settings_come_into_force_although_monarch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
