@@ -141,4 +141,4 @@ def test_a_command_line_without_a_cluster_or_an_app_is_refused(
 def test_a_line_cannot_smuggle_another_into_the_script() -> None:
     for options in ({"setup": ["a\nb"]}, {"env": {"A": "b\nc"}}, {"account": "a\n#SBATCH --x"}, {"name": "a\nb"}):
         with pytest.raises(ConfigError):
-            SlurmConfig(folder="/a", **options).validate()  # type: ignore[arg-type]
+            SlurmConfig(folder="/a", **options).validate()

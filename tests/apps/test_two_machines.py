@@ -22,7 +22,8 @@ END_S = 120.0
 APART = ["--mesh.pools={train: 1, rollout: 1}", "--mesh.trainer.pool=train", "--mesh.generator.pool=rollout"]
 TOGETHER = ["--mesh.pools={all: 2}", "--mesh.trainer.pool=all", "--mesh.generator.pool=all"]
 
-pytestmark = [pytest.mark.soak, pytest.mark.skipif(bool(why_not()), reason=why_not())]
+_WHY_NOT = why_not()
+pytestmark = [pytest.mark.soak, pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT)]
 
 
 class Run:
