@@ -6,6 +6,7 @@
                   evaluations.jsonl  one object an evaluation, see actors/evaluator.py
                   run.json         machine, versions, how the run ended, see forge/run_facts.py
                   events.out.*     the same numbers for TensorBoard
+                  wandb_id, mlflow_id  the run's name at trackers, see forge/trackers.py
                   checkpoints/     what a resume goes on from, see forge/checkpoints.py
                   journal/         what happened to every group, see replay/journal.py
                   checkpoint/      the final model; made by whoever writes it

@@ -24,19 +24,22 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
 from rich import box
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from forge import run_facts
+from forge import run_facts, trackers
 from forge.checkpoints import Checkpoint, Checkpoints
 from forge.collector import Collector
 from forge.errors import ConfigError, RunFolderError
 from forge.metrics import NONFINITE, Number, Row, make_row, read_rows
+from forge.report.runs import leaves
 from forge.run_folder import EpisodeRecord, RunFolder, check_dir
 from forge.trace import Trace
+from forge.trackers import Place, Trackers
 
 T = TypeVar("T")
 _LINE_EVERY_S = 2.0
@@ -60,6 +63,10 @@ class RunConfig:
     trace: bool = False
     """Write trace.json into the run folder, for Perfetto: what the train loop and every actor did when, on one clock;
     in apps/worlds the turns of environments, too."""
+    wandb: str = ""
+    """Project of Weights & Biases that rows go to as well; offline unless WANDB_API_KEY is set. Needs `wandb`."""
+    mlflow: str = ""
+    """Tracking URI of MLflow, or a folder, that rows go to as well. Needs `mlflow`."""
     checkpoint: bool = True
     """Write the final model to checkpoint/ in the run folder, in Hugging Face format."""
     resume: str | None = None
@@ -78,6 +85,8 @@ def check_run(cfg: RunConfig) -> None:
         raise ConfigError(f"run.checkpoint_every must be >= 0, got {cfg.checkpoint_every}; use 0 for none")
     if cfg.keep_checkpoints < 1:
         raise ConfigError(f"run.keep_checkpoints must be >= 1, got {cfg.keep_checkpoints}; 1 keeps the newest")
+    trackers.check("run.wandb", "wandb", cfg.wandb)
+    trackers.check("run.mlflow", "mlflow", cfg.mlflow)
     if cfg.resume is not None:
         if not (Path(cfg.resume) / "config.yaml").is_file():
             raise ConfigError(f"run.resume {cfg.resume} holds no config.yaml; give the folder of a run")
@@ -126,6 +135,8 @@ class RunLog:
         if cfg.progress:
             live = self._console.is_terminal if live is None else live
             self._terminal = Terminal(self._console, total_steps, live=live, label=label)
+        place = Place(self.folder.absolute, leaves(yaml.safe_load(config_yaml)), name)
+        self._trackers = Trackers(place, wandb=cfg.wandb, mlflow=cfg.mlflow, told=self.note)
         self.note(f"run folder {self.folder.path}" + (f", going on behind step {last_step}" if cfg.resume else ""))
 
     def __enter__(self) -> RunLog:
@@ -141,6 +152,7 @@ class RunLog:
         if error is None:
             self.close()
             return
+        self._trackers.close(failed=True, seconds=5.0)
         # What went wrong first is what the user has to see; a disk that fails as well only adds to it.
         with suppress(RunFolderError):
             self.close()
@@ -177,8 +189,10 @@ class RunLog:
         `values` as for `make_row`; the first `episodes_per_step` of `episodes` are kept. Raises
         SchemaError for a wrong row, RunFolderError when an earlier write failed.
         """
-        row = make_row({**values, **self._collector.lap()})
+        lost = {"extra/tracker_rows_dropped": self._trackers.dropped} if self._trackers.dropped else {}
+        row = make_row({**values, **self._collector.lap(), **lost})
         self.folder.write(row, episodes[: self._cfg.episodes_per_step])
+        self._trackers.log(row)
         if self._terminal is not None:
             self._terminal.step(row)
         return row
@@ -186,12 +200,14 @@ class RunLog:
     def evaluation(self, row: Row) -> None:
         """Records the figures of one evaluation, see `RunFolder.write_evaluation`. Never waits."""
         self.folder.write_evaluation(row)
+        self._trackers.log(row)
 
     def close(self) -> None:
         """Restores the terminal and closes the files; a second call does nothing.
 
         Raises RunFolderError when rows could not be written and no earlier call said so.
         """
+        self._trackers.close()
         if self._terminal is not None:
             self._terminal.close()
         self.trace.close()

@@ -39,8 +39,8 @@ LAUNCH_VARIABLES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
     "TORCHELASTIC_RUN_ID",
 }
-# Imported by benchmarks only, from a virtual environment of their own.
-PEERS = {"fastmcp", "openenv", "ray", "torchrl", "trl", "verifiers"}
+# Imported by benchmarks only, from a virtual environment of their own, or where a user has installed them.
+PEERS = {"fastmcp", "mlflow", "openenv", "ray", "torchrl", "trl", "verifiers", "wandb"}
 
 
 def python_files(*folders: str) -> list[Path]:
