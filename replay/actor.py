@@ -2,6 +2,10 @@
 
 Nothing is decided here: the waits are in `replay/service.py`, the rules in `replay/buffer.py`. Messages
 carry tickets, numbers and channel handles; tensors go through `forge.channel`.
+
+Over a `forge.lasting.Lasting` the client outlives the replay's process. What was answered is in the journal's files by
+then, which a kill leaves as they are; what was not is asked again of the next life. That one reads the journal, and is
+told what only the client knows (`Known`): which tickets are in hands, and how far trainer and generators are.
 """
 
 from __future__ import annotations
@@ -10,23 +14,24 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal, TypeVar
 
-from monarch.actor import Actor, concurrent_endpoint, endpoint
+from monarch.actor import concurrent_endpoint, endpoint
 from tensordict import TensorDict
 
-import forge.channel
+from forge.errors import ActorFailed
+from forge.lasting import Beating, ask, ask_of_group, end, set_up
 from forge.mesh import within
 from replay.config import ReplayConfig
 from replay.events import Tokens
 from replay.persistence import JournalPlace, Prompts
-from replay.service import Channel, Replay, SampledBatch
-from replay.staleness import Ticket
+from replay.service import Replay, SampledBatch
+from replay.staleness import Known, Ticket
 
 __all__ = ["Replay", "ReplayActor", "ReplayClient", "ReplayConfig", "SampledBatch", "Ticket"]
 
 T = TypeVar("T")
 
 
-class ReplayActor(Actor):
+class ReplayActor(Beating):
     """One process, one `Replay`. Endpoints that wait, and `add`, run concurrently: no wait blocks a call."""
 
     def __init__(
@@ -44,7 +49,7 @@ class ReplayActor(Actor):
         journal: JournalPlace | None = None,
     ) -> None:
         """`prompts` makes the source of prompts, in this process."""
-        self._make = lambda: Replay(
+        self._make = lambda known: Replay(
             cfg,
             groups_per_step=groups_per_step,
             degenerate=degenerate,
@@ -56,18 +61,20 @@ class ReplayActor(Actor):
             seed=seed,
             prompts=prompts() if prompts else None,
             journal=journal,
+            known=known,
         )
         self._made: Replay | None = None
 
     @property
     def _replay(self) -> Replay:
         if self._made is None:
-            self._made = self._make()
+            self._made = self._make(None)
         return self._made
 
     @endpoint
-    async def setup(self) -> str:
-        """Makes the replay, which raises what `Replay` raises. See `Replay.setup`."""
+    async def setup(self, known: Known | None = None) -> str:
+        """Makes the replay, which raises what `Replay` raises; with `known` in place of one that died."""
+        self._made = self._make(known)
         return await self._replay.setup()
 
     @concurrent_endpoint
@@ -142,26 +149,42 @@ class ReplayActor(Actor):
 
 
 class ReplayClient:
-    """`Replay`'s interface over a mesh of one ReplayActor. Groups travel through the channel.
+    """`Replay`'s interface over a mesh of one ReplayActor, through all its lives. Groups travel through the channel.
 
     The project's own errors arrive as themselves (with the remote traceback as their cause), so that code
-    written against `Replay` works against either.
+    written against `Replay` works against either. A life that ends is noticed in one case only: a batch that had been
+    handed out, and not been opened, is gone with its memory; `rewind` to its version, and `sample` gives it again.
     """
 
-    def __init__(self, mesh: Any, channel: Channel = forge.channel, *, answer_s: float = 1500.0) -> None:
-        """`answer_s`: seconds after which an actor that says nothing, not even of its own deadlines, is given up."""
+    def __init__(self, mesh: Any, *, start_version: int = 0, answer_s: float = 1500.0) -> None:
+        """`mesh`: plain or a Lasting. `start_version`: as `Replay` has it. `answer_s`: seconds after which an actor
+        that says nothing, not even of its own deadlines, is given up."""
         self._mesh = mesh
-        self._channel = channel
         self._answer_s = answer_s
         self._returning: set[asyncio.Task[None]] = set()
+        self._lives = 0
+        self._marked_in = 0
+        self._held: dict[int, Ticket] = {}
+        self._released = self._next = start_version
+        self._served = start_version - 1
+        self._closed = False
 
     async def setup(self) -> str:
         """Makes the replay, which raises what `Replay` raises. See `Replay.setup`."""
-        return await self._call("setup", self._mesh.setup.call_one())
+        told = ""
+
+        async def begin(mesh: Any) -> None:
+            nonlocal told
+            known = self._known() if self._lives else None
+            self._lives += 1
+            told = await mesh.setup.call_one(known)
+
+        await self._within("setup", set_up(self._mesh, begin))
+        return told
 
     async def reserve(self) -> Ticket | None:
         """See `Replay.reserve`. A caller that is cancelled while it waits leaves no slot taken."""
-        call = asyncio.ensure_future(self._call("reserve", self._mesh.reserve.call_one()))
+        call = asyncio.ensure_future(self._reserve())
         try:
             return await asyncio.shield(call)
         except asyncio.CancelledError:
@@ -173,60 +196,93 @@ class ReplayClient:
 
     async def add(self, ticket: Ticket, group: TensorDict) -> None:
         """See `Replay.add`."""
-        # In a thread: `put` copies, and waits for memory while the replay has not taken earlier groups.
-        handle = await asyncio.to_thread(self._channel.put, group)
-        await self._call("add", self._mesh.add.call_one(ticket, handle))
+        try:
+            # `put` copies, and waits for memory while the replay has not taken earlier groups.
+            adding = ask_of_group(self._mesh, group, lambda mesh, handle: mesh.add.call_one(ticket, handle))
+            await self._within("add", adding)
+        finally:
+            self._held.pop(ticket.seq, None)
 
     async def fail(self, ticket: Ticket) -> None:
         """See `Replay.fail`."""
-        await self._call("fail", self._mesh.fail.call_one(ticket))
+        await self._ask("fail", lambda mesh: mesh.fail.call_one(ticket))
+        self._held.pop(ticket.seq, None)
 
     async def sample(self, policy_version: int, num_shards: int = 1) -> SampledBatch | None:
         """See `Replay.sample`."""
-        return await self._call("sample", self._mesh.sample.call_one(policy_version, num_shards))
+        batch: SampledBatch | None = await self._ask(
+            "sample", lambda mesh: mesh.sample.call_one(policy_version, num_shards)
+        )
+        if batch is not None:
+            self._served, self._next = max(self._served, policy_version), policy_version + 1
+        return batch
 
     async def rewind(self, version: int) -> list[int]:
         """See `Replay.rewind`."""
-        return await self._call("rewind", self._mesh.rewind.call_one(version))
+        self._next = version
+        return await self._ask("rewind", lambda mesh: mesh.rewind.call_one(version))
 
     async def release(self, version: int) -> None:
         """See `Replay.release`."""
-        await self._call("release", self._mesh.release.call_one(version))
+        self._released = max(self._released, version)
+        await self._ask("release", lambda mesh: mesh.release.call_one(version))
 
     async def close(self) -> None:
         """See `Replay.close`."""
-        await self._call("close_replay", self._mesh.close_replay.call_one())
+        self._closed = True
+        await self._ask("close_replay", lambda mesh: mesh.close_replay.call_one())
 
     async def progress(self, parts: Sequence[Tokens]) -> None:
         """See `Replay.progress`."""
-        await self._call("progress", self._mesh.progress.call_one(parts))
+        await self._ask("progress", lambda mesh: mesh.progress.call_one(parts))
 
     async def mark(self, version: int) -> None:
         """See `Replay.mark`."""
-        await self._call("mark", self._mesh.mark.call_one(version))
+        await self._ask("mark", lambda mesh: mesh.mark.call_one(version))
+        self._marked_in = self._lives
 
     async def marked(self) -> int:
-        """See `Replay.marked`."""
-        return await self._call("marked", self._mesh.marked.call_one())
+        """See `Replay.marked`. Raises ActorFailed when the replay has died since: the checkpoint has to be given up."""
+        life = self._marked_in
+
+        async def of_that_life(mesh: Any) -> int:
+            if self._lives != life:
+                raise ActorFailed("replay", "it died before its state for the checkpoint was on the disk")
+            number: int = await mesh.marked.call_one()
+            return number
+
+        return await self._ask("marked", of_that_life)
 
     async def prune(self, before: int) -> None:
         """See `Replay.prune`."""
-        await self._call("prune", self._mesh.prune.call_one(before))
+        await self._ask("prune", lambda mesh: mesh.prune.call_one(before))
 
     async def shut_down(self) -> None:
         """See `Replay.shut_down`."""
-        await self._call("shut_down", self._mesh.shut_down.call_one())
+        await self._within("shut_down", end(self._mesh, lambda mesh: mesh.shut_down.call_one()))
 
     async def stats(self) -> dict[str, float]:
         """See `Replay.stats`."""
-        return await self._call("stats", self._mesh.stats.call_one())
+        return await self._ask("stats", lambda mesh: mesh.stats.call_one())
 
     async def why_waiting(self) -> str:
         """See `Replay.why_waiting`."""
-        return await self._call("why_waiting", self._mesh.why_waiting.call_one())
+        return await self._ask("why_waiting", lambda mesh: mesh.why_waiting.call_one())
 
-    async def _call(self, name: str, call: Awaitable[T]) -> T:
+    async def _ask(self, name: str, call: Callable[[Any], Awaitable[T]]) -> T:
+        return await self._within(name, ask(self._mesh, call))
+
+    async def _within(self, name: str, call: Awaitable[T]) -> T:
         return await within(self._answer_s, f"the replay to answer {name}", call)
+
+    def _known(self) -> Known:
+        return Known(list(self._held.values()), self._released, self._served, self._next, self._closed)
+
+    async def _reserve(self) -> Ticket | None:
+        ticket: Ticket | None = await self._ask("reserve", lambda mesh: mesh.reserve.call_one())
+        if ticket is not None:
+            self._held[ticket.seq] = ticket
+        return ticket
 
     async def _return_slot(self, call: asyncio.Future[Ticket | None]) -> None:
         try:

@@ -94,10 +94,23 @@ class ReplayBuffer:
         prompt = self._draw()  # first: where it raises, no slot is taken
         ticket = self.admission.reserve(prompt)
         assert ticket is not None
-        self._slots[ticket.seq] = Slot(ticket, self._clock(), ticket.version)
-        self._versions[ticket.version] += 1
-        self._say(Reserve(ticket.seq, ticket.version, prompt, self._count(groups_reserved=1)))
+        self._begin(ticket)
         return ticket
+
+    def readmit(self, ticket: Ticket) -> None:
+        """A ticket of the life before this one, which had no time to write it down."""
+        self.admission.readmit(ticket)
+        self._begin(ticket)
+
+    def excuse(self, ticket: Ticket) -> bool:
+        """What comes of a ticket of the life before this one is no error; whether its group is here already.
+
+        Where it has left untrained, what comes is counted as a straggler's.
+        """
+        slot = self._slots.get(ticket.seq)
+        if slot is None:
+            self._straggled.add(ticket.seq)
+        return slot is not None and slot.record is not None
 
     def add(self, ticket: Ticket, record: Record) -> None:
         """The ticket's group is complete; it is queued, or dropped when it is degenerate or already too old.
@@ -343,6 +356,11 @@ class ReplayBuffer:
         self._num_queued -= 1
         self._give_back(slot)
         self._say(Gone(slot.ticket.seq, reason, {**wasted, **self._count(**counts)}))
+
+    def _begin(self, ticket: Ticket) -> None:
+        self._slots[ticket.seq] = Slot(ticket, self._clock(), ticket.version)
+        self._versions[ticket.version] += 1
+        self._say(Reserve(ticket.seq, ticket.version, ticket.prompt, self._count(groups_reserved=1)))
 
     def _say(self, event: Event) -> None:
         if self._tell is not None:

@@ -24,7 +24,7 @@ from replay.journal import Journal
 from replay.metrics import Counts
 from replay.recovery import Recovered, begun, join, newest_base, recover
 from replay.redo import Redo, redo
-from replay.staleness import Ticket
+from replay.staleness import Known, Ticket
 from replay.storage import summarize
 
 
@@ -59,8 +59,10 @@ class Persistence:
     With `resume_from` the constructor reads the journal and raises what `recovery.recover` raises.
     """
 
-    def __init__(self, place: JournalPlace | None, prompts: Prompts | None, interval_s: float) -> None:
-        self._prompts = prompts
+    def __init__(
+        self, place: JournalPlace | None, prompts: Prompts | None, interval_s: float, known: Known | None = None
+    ) -> None:
+        self._prompts, self._known = prompts, known
         self._partials: dict[int, dict[int, list[Tokens]]] = {}
         self._journal: Journal | None = None
         self._recovered: Recovered | None = None
@@ -71,12 +73,16 @@ class Persistence:
         """Batches that are served once more, before those of `again`, while the buffer keeps its state."""
         self.unclaimed: deque[Ticket] = deque()
         """Running groups of the run before, which nobody works on yet."""
+        self.settled: set[int] = set()
+        """Tickets that somebody holds although their groups are here: the answer to `add` was lost."""
         if place is not None:
             # The lock first: nobody else may write while this one reads.
             journal = Journal(Path(place.folder), run=place.run, interval_s=interval_s)
-            if place.resume_from is not None:
+            if place.resume_from is not None or known is not None:
                 try:
-                    self._recovered = recover(Path(place.folder), place.resume_from, run=place.run)
+                    base = newest_base(journal.folder, known.served + 1) if known else place.resume_from
+                    assert base is not None
+                    self._recovered = recover(journal.folder, base, run=place.run)
                 except BaseException:
                     journal.close()
                     raise
@@ -90,6 +96,11 @@ class Persistence:
         """Waits while the disk is behind; raises RunFolderError when it does not catch up."""
         if self._journal is not None:
             await self._journal.room()
+
+    async def written(self) -> None:
+        """Waits until what was told survives a kill of this process: about 0.2 ms."""
+        if self._journal is not None:
+            await asyncio.wrap_future(self._journal.when_written(lambda: None))
 
     def tell(self, event: Event) -> None:
         """Hands an event to the journal."""
@@ -110,10 +121,34 @@ class Persistence:
 
     def start(self, buffer: ReplayBuffer, version: int) -> str:
         """Once, before the first event: goes on from what was recovered. Returns what that was, or ""."""
-        told = "" if self._recovered is None else self._restore(buffer, self._recovered)
-        self._recovered = None
+        recovered, known, told = self._recovered, self._known, ""
+        if recovered is not None:
+            told, version = self._restore(buffer, recovered), recovered.state.version
+        self._recovered = self._known = None
         self.mark(buffer, version)
+        if known is not None:
+            self._take_over(buffer, known)
         return told
+
+    def _take_over(self, buffer: ReplayBuffer, known: Known) -> None:
+        """From the state that the last life's newest segment gives to the one that it died in."""
+        trained = {seq for batch in self.again for seq in batch.seqs}
+        while self.again and self.again[0].version <= known.served:
+            batch = self.again.popleft()
+            buffer.take(batch.version, batch.seqs)
+        buffer.release(known.released)
+        held, written = {ticket.seq: ticket for ticket in known.tickets}, buffer.admission.next_seq
+        for seq in range(written, max(held, default=-1) + 1):
+            prompt = self.draw()
+            ticket = held.get(seq)
+            if ticket is None:  # its reserve was never answered
+                ticket = Ticket(seq, buffer.admission.released, prompt)
+                self.unclaimed.append(ticket)
+            buffer.readmit(ticket)
+        self.unclaimed = deque(ticket for ticket in self.unclaimed if ticket.seq not in held)
+        self.settled = {
+            seq for seq, ticket in held.items() if seq in trained or (seq < written and buffer.excuse(ticket))
+        }
 
     def mark(self, buffer: ReplayBuffer, version: int) -> None:
         """The state of now belongs to the checkpoint of `version`: the journal begins a segment with it."""

@@ -31,7 +31,7 @@ from replay.metrics import batch_stats, discard_rates, interval_stats
 from replay.persistence import JournalPlace, Persistence, Prompts
 from replay.policies import POLICIES
 from replay.shards import plan_shards, send, waste
-from replay.staleness import Admission, Ticket
+from replay.staleness import Admission, Known, Ticket
 from replay.storage import MemoryBudget, Record, store
 
 
@@ -81,18 +81,21 @@ class Replay:
         prompts: Prompts | None = None,
         journal: JournalPlace | None = None,
         channel: Channel = forge.channel,
+        known: Known | None = None,
     ) -> None:
         """`start_version` is the policy version that trainer and generators hold when the run begins.
 
         `row_tokens` is what a trainer's rank sees at once, at most: batches are packed into such rows, runs of
         `together` episodes of a group in one; `readers` processes open each shard. `seed` is that of policies that
         draw. With `prompts` each ticket carries one. With `journal` what happens is kept there; with its `resume_from`
-        this replay goes on where the run before ended, and `start_version` is that of the checkpoint. Raises
+        this replay goes on where the run before ended, and `start_version` is that of the checkpoint. With `known` it
+        takes the place of one that died in a running run: it has all that was answered, and does again what was not.
+        Raises
         ConfigError when `cfg.policy` names no function, JournalError when the journal cannot be gone on with,
         RunFolderError when the disk refuses.
         """
         self._cfg = cfg
-        self._persistence = Persistence(journal, prompts, cfg.journal_interval_s)
+        self._persistence = Persistence(journal, prompts, cfg.journal_interval_s, known)
         self._buffer = ReplayBuffer(
             Admission(cfg.max_staleness, groups_per_step, start_version, cfg.window),
             degenerate=degenerate,
@@ -108,7 +111,8 @@ class Replay:
         self._resumed = self._persistence.start(self._buffer, start_version)
         self._row_tokens, self._together, self._readers = row_tokens, together, readers
         self._channel = channel
-        self._closed = False
+        self._closed = known is not None and known.closed
+        self._back_to = known.next if known is not None and known.next <= known.served else None
         self._reservers: deque[asyncio.Future[Ticket | None]] = deque()
         self._sampler: asyncio.Future[None] | None = None
         self._handed: list[Any] = []  # handles of the last batch
@@ -117,7 +121,10 @@ class Replay:
         self._admission_waits: list[float] = []
 
     async def setup(self) -> str:
-        """What this replay goes on from, in one line; "" in a new run."""
+        """What this replay goes on from, in one line; "" in a new run. Before anything else is asked."""
+        await self.marked()  # from here on there is a segment that another life can begin with
+        if self._back_to is not None:
+            await self.rewind(self._back_to)
         return self._resumed
 
     async def reserve(self) -> Ticket | None:
@@ -141,7 +148,7 @@ class Replay:
         then, StalenessError when the ticket is not running, MemoryBudgetError when it does not fit into
         `memory_bytes`, and RewardError when `max_degenerate_in_a_row` groups were dropped in a row.
         """
-        if self._closed:
+        if self._closed or ticket.seq in self._persistence.settled:
             if not isinstance(group, TensorDict):
                 self._channel.close(group)
             return
@@ -154,11 +161,13 @@ class Replay:
             raise
         finally:
             self._wake()
+        await self._persistence.written()
 
     async def fail(self, ticket: Ticket) -> None:
         """The ticket's group will never come: its slot is free at once. Harmless after `add` or `fail`."""
         self._buffer.fail(ticket)
         self._wake()
+        await self._persistence.written()
 
     async def sample(self, policy_version: int, num_shards: int = 1) -> SampledBatch | None:
         """The next batch, cut for `num_shards` ranks, once its groups are complete; None once closed.
@@ -215,6 +224,7 @@ class Replay:
     async def progress(self, parts: Sequence[Tokens]) -> None:
         """What unfinished episodes have sampled since the last call, for the journal; of others it is ignored."""
         self._persistence.tell_tokens(self._buffer, parts)
+        await self._persistence.written()
 
     async def mark(self, version: int) -> None:
         """The state of now belongs to the checkpoint of `version`; to be called before `sample(version)`."""
@@ -280,7 +290,8 @@ class Replay:
         except asyncio.CancelledError:
             # The slot may have been granted in the same turn of the loop: nobody would ever use it.
             if waiter.done() and (ticket := waiter.result()) is not None:
-                await self.fail(ticket)
+                self._buffer.fail(ticket)
+                self._wake()
             waiter.cancel()
             raise
         if waiter.done():
@@ -320,6 +331,8 @@ class Replay:
         groups = [record.arrays for record in records]
         # In a thread: long episodes take long to copy, and `alloc` may wait until a trainer lets go of memory.
         handles = await asyncio.to_thread(send, groups, plan, self._channel, self._readers)
+        if new is not None:
+            await self._persistence.written()
         if self._rewinds != rewinds:
             for handle in handles:
                 self._channel.close(handle)

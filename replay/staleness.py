@@ -19,7 +19,7 @@ that do so may be taken, in any order. `replay/README.md` has the proofs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -46,6 +46,21 @@ def num_slots(max_staleness: int, groups_per_step: int, window: float = 0.0) -> 
     # As it is written: 0.29 of 100 groups are 29, though the product of the floats is below that.
     withheld = math.floor(Fraction(str(window)) * max_staleness * groups_per_step)
     return (max_staleness + 1) * groups_per_step - withheld
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the users of a replay know of it when its process has died."""
+
+    tickets: Sequence[Ticket]
+    """Given out, and neither added nor failed: somebody works on them."""
+    released: int
+    """The newest version that was released."""
+    served: int
+    """The newest version whose batch has arrived."""
+    next: int
+    """The version that the trainer stands at; smaller than `served` + 1 after a rewind."""
+    closed: bool = False
 
 
 class Admission:
@@ -90,6 +105,16 @@ class Admission:
         self.live += 1
         self._next_seq += 1
         return Ticket(self._next_seq - 1, self.released, prompt)
+
+    def readmit(self, ticket: Ticket) -> None:
+        """A ticket that was given out before, by an Admission whose state of then is lost."""
+        self.live += 1
+        self._next_seq = max(self._next_seq, ticket.seq + 1)
+
+    @property
+    def next_seq(self) -> int:
+        """The number of the next ticket."""
+        return self._next_seq
 
     def give_back(self) -> None:
         """A live group will never be trained: its slot is free at once."""

@@ -360,12 +360,15 @@ async def _start_reward(cfg: AppConfig, spawn: Spawn, own: Rewards | None) -> Re
     return own if own is not None else await start_rewards(cfg.reward, spawn, inline=cfg.mesh.debug)
 
 
-async def _start_replay(cfg: AppConfig, cluster: Meshes, model: str, log: RunLog) -> ReplayClient:
+async def _start_replay(
+    cfg: AppConfig, cluster: Meshes, model: str, log: RunLog, spawn: Spawn | None = None
+) -> ReplayClient:
+    """`spawn` may give a mesh that lasts: with a journal another replay goes on where one died."""
     journal = None
     if cfg.replay.journal:
         run = f"{cfg.data.task}, group_size {cfg.grpo.group_size}, seed {cfg.seed}"
         journal = JournalPlace(str(log.folder.absolute / "journal"), run, log.start if cfg.run.resume else None)
-    mesh = await cluster.spawn(
+    mesh = await (spawn if spawn and journal else cluster.spawn)(
         "replay",
         ReplayActor,
         cfg.replay,
@@ -379,7 +382,7 @@ async def _start_replay(cfg: AppConfig, cluster: Meshes, model: str, log: RunLog
         prompts=partial(open_prompts, cfg.data, model, cfg.seed),
         journal=journal,
     )
-    replay = ReplayClient(mesh)
+    replay = ReplayClient(mesh, start_version=log.start)
     if told := await replay.setup():
         log.note(told)
     return replay
