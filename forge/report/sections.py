@@ -30,7 +30,7 @@ def waits(runs: Sequence[Run], facts: Sequence[Facts]) -> str:
     bars = "".join(_waits_of(run, own, len(runs) > 1) for run, own in zip(runs, facts, strict=True))
     if all(run.spans or own.rollout_s or not own.generates for run, own in zip(runs, facts, strict=True)):
         return bars
-    note = "How busy generators and environments were is in no trace of these runs (run.trace, in some apps)."
+    note = "How busy generators and environments were is in no trace of these runs (run.trace)."
     return f'{bars}<p class="soft">{note}</p>'
 
 

@@ -71,7 +71,10 @@ def test_kinds_have_their_quotas_and_a_run_tells_of_each(tmp_path: Path) -> None
     assert "in seconds" in run.output
     kinds = json.loads((run.folder / "environments.json").read_text())
     assert kinds["slow"]["counts"]["steps"] > 0
-    assert {"generate", "quick", "slow", "train loop"} <= {s.lane for s in read_spans(run.folder / "trace.json")}
+    lanes = {span.lane for span in read_spans(run.folder / "trace.json")}
+    assert {"generate", "quick", "slow", "train loop"} <= lanes
+    actors = {"generator_0: requests", "generator_0: weights", "trainer_0: step", "trainer_0: weights"}
+    assert actors <= lanes, "what actors measured of themselves"
 
 
 @pytest.mark.soak
