@@ -27,6 +27,8 @@ from replay.redo import Redo, redo
 from replay.staleness import Known, Ticket
 from replay.storage import summarize
 
+_TOGETHER_S = 0.002
+
 
 class Prompts(Protocol):
     """Where tickets get their prompts from: `forge.data.PromptStream`, or a user's own."""
@@ -67,6 +69,7 @@ class Persistence:
         self._journal: Journal | None = None
         self._recovered: Recovered | None = None
         self._marked: Future[int] | None = None
+        self._writing: asyncio.Future[None] | None = None
         self.again: deque[Batch] = deque()
         """Batches that were trained behind the checkpoint: to be served again, as they were."""
         self.redo = Redo()
@@ -98,9 +101,18 @@ class Persistence:
             await self._journal.room()
 
     async def written(self) -> None:
-        """Waits until what was told survives a kill of this process: about 0.2 ms."""
-        if self._journal is not None:
-            await asyncio.wrap_future(self._journal.when_written(lambda: None))
+        """Waits until what was told survives a kill of this process. Callers of the same 2 ms wait as one."""
+        if self._journal is None:
+            return
+        if self._writing is None:
+            self._writing = asyncio.ensure_future(self._write_soon(self._journal))
+            self._writing.add_done_callback(lambda done: done.cancelled() or done.exception())  # callers may be gone
+        await asyncio.shield(self._writing)
+
+    async def _write_soon(self, journal: Journal) -> None:
+        await asyncio.sleep(_TOGETHER_S)
+        self._writing = None  # what is told from here on is not in it
+        await asyncio.wrap_future(journal.when_written(lambda: None))
 
     def tell(self, event: Event) -> None:
         """Hands an event to the journal."""

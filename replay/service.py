@@ -330,9 +330,8 @@ class Replay:
             self._persistence.tell(Trained(policy_version, new, row))
         groups = [record.arrays for record in records]
         # In a thread: long episodes take long to copy, and `alloc` may wait until a trainer lets go of memory.
-        handles = await asyncio.to_thread(send, groups, plan, self._channel, self._readers)
-        if new is not None:
-            await self._persistence.written()
+        sending = asyncio.to_thread(send, groups, plan, self._channel, self._readers)
+        handles, _ = await asyncio.gather(sending, self._persistence.written())
         if self._rewinds != rewinds:
             for handle in handles:
                 self._channel.close(handle)
