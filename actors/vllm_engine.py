@@ -201,6 +201,10 @@ class VllmEngine:
             self.adapters = EngineAdapters(self._stage, c.lora.adapters)
         await self._engine.update_weight_version("0")
 
+    async def beat(self) -> None:
+        """Every worker answers, between two steps."""
+        await self._call("check_health")
+
     async def _call(self, method: str, *arguments: Any) -> list[Any]:
         """Calls `method` of the receiver in every worker. Raises WeightSyncError when one of them raises."""
         return await self._answer(self._engine.collective_rpc(method, args=arguments), method)
@@ -505,7 +509,7 @@ class VllmEngine:
                     # Level 2 would drop the weights too: nothing could serve if the next version did not arrive.
                     await self._answer(self._engine.sleep(level=1), "sleep")
                 else:
-                    await self._call("check_health")  # answered between two steps: the last one is over
+                    await self.beat()  # answered between two steps: the last one is over
                 self._asleep = True
             except BaseException:
                 await self._get_up()

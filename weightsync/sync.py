@@ -408,9 +408,10 @@ class WeightSync:
                     if sink.name not in self._visitors:
                         await self._meet(replica := _Replica(sink))
                         self._visitors[sink.name] = replica
-                if self._nothing_to_read:
+                newest = self._newest
+                if newest is None and self.published_version > 0:
                     return
-                version = await self._host([self._visitors[sink.name] for sink in visit.sinks], self._newest)
+                version = await self._host([self._visitors[sink.name] for sink in visit.sinks], newest)
             except Exception as error:
                 if self._source_lost:
                     return

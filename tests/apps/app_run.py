@@ -97,6 +97,13 @@ class AppRun:
             if process.environ().get("MESHFORGE_RUN_ID", "").endswith(f"/{name}"):
                 process.send_signal(number)
 
+    def signal_engine(self, name: str, number: signal.Signals) -> None:
+        """Sends a signal to the processes that an actor has started, its engine's."""
+        for process in self.processes():
+            mark = process.environ().get("MESHFORGE_RUN_ID", "")
+            if mark.endswith(f"/{name}") and "forge.child" not in process.cmdline():
+                process.send_signal(number)
+
     def finish(self, timeout_s: float = 150.0) -> int:
         """The exit code; by then no process of the run may be alive."""
         try:

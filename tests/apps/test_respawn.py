@@ -30,7 +30,7 @@ def test_a_run_whose_generator_is_stopped_and_whose_rewards_are_killed_goes_on_a
     )
     try:
         run.wait_until(lambda: len(run.rows()) >= 3, "three steps", 400)
-        run.signal_actor("generator_0", signal.SIGSTOP)  # which neither the kernel nor Monarch tells of
+        run.signal_engine("generator_0", signal.SIGSTOP)  # which neither the kernel, Monarch nor its actor tells of
         run.wait_until(lambda: "generator_0 serves again" in run.output, "the generator to be back", 400)
         rows = len(run.rows())
         run.kill_actor("reward")
