@@ -1,7 +1,7 @@
 """A run on a cluster: prints what would be submitted, and submits it with --submit.
 
     python -m apps.submit slurm --partition=gpu --folder=/shared/me/meshforge -- apps/grpo/main.py --trainer.steps=100
-    python -m apps.submit kubernetes --image=org/image:tag --claim=work --folder=/work -- apps/grpo/main.py
+    python -m apps.submit kubernetes --image=org/image:tag --claim=work --folder=/shared -- apps/grpo/main.py
 
 Options before -- are those of the job (`--help` lists them; slurm.yaml and kubernetes.yaml in this folder are the
 presets, `--config F.yaml` takes another), what stands behind is the app and its options. Printing needs neither a
