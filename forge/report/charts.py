@@ -144,6 +144,10 @@ def _path(line: Line, x: Callable[[float], float], y: Callable[[float], float]) 
 
 
 def _band(line: Line, x: Callable[[float], float], y: Callable[[float], float]) -> str:
+    if len(line.xs) == 1:
+        place = f'x1="{x(line.xs[0]):.1f}" x2="{x(line.xs[0]):.1f}"'
+        ends = f'y1="{y(line.lows[0]):.1f}" y2="{y(line.highs[0]):.1f}"'
+        return f'<line class="line c{line.colour % NUM_COLOURS}" {place} {ends}/>'
     above = [f"{x(a):.1f},{y(b):.1f}" for a, b in zip(line.xs, line.highs, strict=True)]
     below = [f"{x(a):.1f},{y(b):.1f}" for a, b in zip(line.xs, line.lows, strict=True)]
     below.reverse()

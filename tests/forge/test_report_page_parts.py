@@ -103,6 +103,11 @@ def test_the_timeline_shows_the_steps_around_a_restart_and_lanes_of_one_actor_to
     assert places == sorted(places)
 
 
+def test_the_interval_of_a_single_point_is_an_upright_line() -> None:
+    drawn = line_chart([Line("a", [5.0], [0.5], lows=[0.25], highs=[0.75])], label="one")
+    assert '<line class="line c0"' in drawn
+
+
 def test_staleness_counts_episodes_and_not_steps() -> None:
     few = row(1, **{"episodes/trained": 1, "staleness/hist/0": 1.0, "staleness/hist/2": 0.0})
     many = row(2, **{"episodes/trained": 3, "staleness/hist/0": 0.0, "staleness/hist/2": 1.0})
