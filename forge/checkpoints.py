@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from forge.errors import RunFolderError
+from forge.errors import ActorFailed, RunFolderError
 from forge.run_folder import folder_error, sync_folder
 
 _META = "checkpoint.json"
@@ -185,7 +185,17 @@ class Saver:
         self._writing = asyncio.create_task(self._write(version))
 
     async def _write(self, version: int) -> None:
-        number, _ = await asyncio.gather(self._replay.marked(), self._trainer.wait_state())
+        number, written = await asyncio.gather(
+            self._replay.marked(), self._trainer.wait_state(), return_exceptions=True
+        )
+        if isinstance(number, ActorFailed) and written is None:
+            # The replay has died, and lives again: the next checkpoint will do.
+            self.skipped, self._last = self.skipped + 1, -1
+            return
+        for outcome in (written, number):
+            if isinstance(outcome, BaseException):
+                raise outcome
+        assert isinstance(number, int)
         oldest = await asyncio.to_thread(self._checkpoints.commit, version, {"segment": number})
         if number >= 0 and not self._record:
             await self._replay.prune(int(oldest.meta["segment"]))

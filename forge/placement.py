@@ -71,6 +71,8 @@ class MeshConfig:
     """The reward model; spawned only where reward.model is set."""
     reward: FailurePolicy = field(default_factory=FailurePolicy)
     """Reward functions and judges; each pool is one process on host cores."""
+    replay: FailurePolicy = field(default_factory=FailurePolicy)
+    """The replay buffer; one process on host cores, whose state is in its journal."""
     environment: FailurePolicy = field(default_factory=FailurePolicy)
     """Pools of environments, and of agents; each is one process on host cores, whose episodes end with it."""
     evaluator: RoleConfig = field(default_factory=RoleConfig)
@@ -254,6 +256,7 @@ def _check(cfg: MeshConfig, roles: Sequence[str], slots: int) -> None:
     if cfg.colocate:
         _check_colocated(cfg, roles)
     cfg.reward.check("mesh.reward")
+    cfg.replay.check("mesh.replay")
     cfg.environment.check("mesh.environment")
     for role in roles:
         role_cfg: RoleConfig = getattr(cfg, role)

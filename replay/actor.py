@@ -18,7 +18,7 @@ from monarch.actor import concurrent_endpoint, endpoint
 from tensordict import TensorDict
 
 from forge.errors import ActorFailed
-from forge.lasting import Beating, ask, ask_of_group, end, set_up
+from forge.lasting import Beating, Lasting, ask, ask_of_group, end, set_up
 from forge.mesh import within
 from replay.config import ReplayConfig
 from replay.events import Tokens
@@ -168,6 +168,11 @@ class ReplayClient:
         self._released = self._next = start_version
         self._served = start_version - 1
         self._closed = False
+
+    @property
+    def lasts(self) -> bool:
+        """Whether another replay takes the place of one that dies."""
+        return isinstance(self._mesh, Lasting)
 
     async def setup(self) -> str:
         """Makes the replay, which raises what `Replay` raises. See `Replay.setup`."""

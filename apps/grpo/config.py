@@ -122,11 +122,12 @@ class AppConfig:
             )
         if self.replay.record and not self.replay.journal:
             raise ConfigError("replay.record is true, replay.journal false: the journal is the record; leave it true")
-        if self.mesh.trainer.on_failure == "respawn" and not self.replay.journal:
-            raise ConfigError(
-                "mesh.trainer.on_failure is respawn, replay.journal false: the batches since the last checkpoint would "
-                "have to come again out of the journal; leave replay.journal true, or use end"
-            )
+        for role in ("trainer", "replay"):
+            if getattr(self.mesh, role).on_failure == "respawn" and not self.replay.journal:
+                raise ConfigError(
+                    f"mesh.{role}.on_failure is respawn, replay.journal false: what a {role} goes on from is in the "
+                    "journal; leave replay.journal true, or use end"
+                )
         if self.mesh.trainer.on_failure == "respawn" and self.mesh.critic.procs is not None:
             raise ConfigError(
                 f"mesh.trainer.on_failure is respawn, mesh.critic.procs {self.mesh.critic.procs}: a critic on a mesh "

@@ -28,7 +28,7 @@ from apps.grpo.recovery import Recovery
 from apps.grpo.spawn import Actors, spawn_actors, tokens_event
 from forge import config
 from forge.checkpoints import Saver
-from forge.errors import ActorFailed
+from forge.errors import ActorFailed, ChannelError
 from forge.launch import Hosts, Stopping
 from forge.mesh import Cluster
 from forge.metrics import Meter
@@ -137,6 +137,8 @@ async def train_loop(run: Run) -> None:
                     run.evaluations.due(version)
         except ActorFailed as error:
             version = await run.recovery.restored(error)
+        except ChannelError as error:
+            version = await run.recovery.batch_again(version, error)
     run.recovery.disarm()
     if version >= logged:
         await run.saver.finish(version)

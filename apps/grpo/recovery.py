@@ -11,17 +11,22 @@
 So versions only grow for everybody but the trainer, and no token is staler than the bound. What a death costs is the
 new processes' start and the steps since the checkpoint (`run.checkpoint_every`); before the first one, those since the
 start of the run. Batches come again out of the journal.
+
+The replay's death is its client's business (`replay.actor.ReplayClient`), but for a batch that the trainer had not
+opened yet: that comes again (`batch_again`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Callable
 
 from actors.trainer_mesh import TrainerMesh
 from forge.checkpoints import Checkpoints, Saver
-from forge.errors import ActorFailed
+from forge.errors import ActorFailed, ChannelError
+from forge.lasting import MOST_LIVES
 from forge.supervision import Guard
 from replay.actor import ReplayClient, SampledBatch
 from replay.service import Rewound
@@ -47,6 +52,7 @@ class Recovery:
         self._guard: Guard | None = None
         self._next: TrainerMesh | None = None
         self._ready: asyncio.Future[tuple[TrainerMesh, int]] | None = None
+        self._again: Counter[int] = Counter()
         self._asked: asyncio.Task[SampledBatch | None] | None = None
 
     def arm(self, guard: Guard) -> None:
@@ -92,6 +98,24 @@ class Recovery:
         steps = f"; {len(again)} steps are trained again" if again else ""
         self._told(f"the trainer goes on from version {version}{steps}")
         return version
+
+    async def batch_again(self, version: int, error: ChannelError) -> int:
+        """Behind `error` in the train loop: a batch whose memory died with the replay before the trainer opened it.
+
+        Returns the version from which the train loop goes on. Raises `error` where no other replay takes its place.
+        """
+        self._again[version] += 1
+        if not self._replay.lasts or self._again[version] > MOST_LIVES:
+            raise error
+        if self._trainer.world == 1:
+            await self._replay.rewind(version)
+            return version
+        # Ranks that did get their share wait for the others, and cannot be called back.
+        report = self._guard.reporter() if self._guard else None
+        if report is None:
+            raise error
+        report(f"its ranks wait for each other over a batch that died with the replay: {error}")
+        return await self.restored(ActorFailed("trainer", str(error)))
 
     async def _go_on_from(self, version: int) -> list[int]:
         again = await self._replay.rewind(version)  # takes back the batch that the dead trainer was given

@@ -157,7 +157,7 @@ async def spawn_actors(
         again = partial(lasting, cluster.spawn, told=note, guards=others)
         replicas = [tasks.create_task(start(index, guard)) for index, guard in enumerate(guards)]
         evaluators = tasks.create_task(start_evaluators(cfg, cluster, spec, generator, tokenizer, ends, QUIET))
-        replay = tasks.create_task(_start_replay(cfg, cluster, model, log))
+        replay = tasks.create_task(_start_replay(cfg, again(cfg.mesh.replay), model, log))
         rewards = tasks.create_task(_start_reward(cfg, again(cfg.mesh.reward), reward))
         scorer = again(cfg.mesh.reward_model)
         judge = tasks.create_task(_start_reward_model(cfg, scorer, spec)) if cfg.reward.model else None
@@ -360,15 +360,12 @@ async def _start_reward(cfg: AppConfig, spawn: Spawn, own: Rewards | None) -> Re
     return own if own is not None else await start_rewards(cfg.reward, spawn, inline=cfg.mesh.debug)
 
 
-async def _start_replay(
-    cfg: AppConfig, cluster: Meshes, model: str, log: RunLog, spawn: Spawn | None = None
-) -> ReplayClient:
-    """`spawn` may give a mesh that lasts: with a journal another replay goes on where one died."""
+async def _start_replay(cfg: AppConfig, spawn: Spawn, model: str, log: RunLog) -> ReplayClient:
     journal = None
     if cfg.replay.journal:
         run = f"{cfg.data.task}, group_size {cfg.grpo.group_size}, seed {cfg.seed}"
         journal = JournalPlace(str(log.folder.absolute / "journal"), run, log.start if cfg.run.resume else None)
-    mesh = await (spawn if spawn and journal else cluster.spawn)(
+    mesh = await spawn(
         "replay",
         ReplayActor,
         cfg.replay,

@@ -49,18 +49,23 @@ def test_a_run_whose_generator_is_stopped_and_whose_rewards_are_killed_goes_on_a
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("deaths", "options"),
+    ("role", "deaths", "options"),
     [
-        (5, []),
-        (2, ["--mesh.trainer.procs=2", "--weightsync.transport=collective"]),
-        (2, ["--weightsync.transport=file", "--weightsync.delta", "--dtype=bfloat16"]),
+        ("replay", 5, []),
+        ("replay", 3, ["--mesh.trainer.procs=2"]),
+        ("trainer_0", 5, []),
+        ("trainer_0", 2, ["--mesh.trainer.procs=2", "--weightsync.transport=collective"]),
+        ("trainer_0", 2, ["--weightsync.transport=file", "--weightsync.delta", "--dtype=bfloat16"]),
     ],
 )
-def test_a_run_whose_trainer_is_killed_again_and_again_trains_as_if_nothing_had_happened(
-    tmp_path: Path, deaths: int, options: list[str]
+@pytest.mark.timeout(1800)
+def test_a_run_whose_trainer_or_replay_is_killed_again_and_again_trains_as_if_nothing_had_happened(
+    tmp_path: Path, role: str, deaths: int, options: list[str]
 ) -> None:
-    options = [*options, "--run.checkpoint_every=4", "--replay.record", "--mesh.trainer.on_failure=respawn"]
-    run = AppRun(tmp_path / "run", "--trainer.steps=100000", *options, "--mesh.trainer.max_restarts=10")
+    options = [*options, "--run.checkpoint_every=4", "--replay.record"]
+    for respawned in ("trainer", "replay"):
+        options += [f"--mesh.{respawned}.on_failure=respawn", f"--mesh.{respawned}.max_restarts=10"]
+    run = AppRun(tmp_path / "run", "--trainer.steps=100000", *options)
     rng = random.Random(0)
     try:
         for death in range(1, deaths + 1):
@@ -68,10 +73,10 @@ def test_a_run_whose_trainer_is_killed_again_and_again_trains_as_if_nothing_had_
                 rows = len(run.rows()) + rng.randrange(1, 8)
                 run.wait_until(lambda rows=rows: len(run.rows()) > rows, f"step {rows}", 400)
             time.sleep(rng.random())
-            run.wait_until(lambda: run.process_of("trainer_0"), "a trainer to kill", 60)
-            run.kill_actor("trainer_0")
-            run.wait_until(lambda death=death: run.output.count("trainer_0 failed") == death, "the news of it", 60)
-        run.wait_until(lambda: "the trainer goes on from version" in run.output, "the trainer to be back", 200)
+            run.wait_until(lambda: run.process_of(role), "somebody to kill", 60)
+            run.kill_actor(role)
+            run.wait_until(lambda death=death: run.output.count(f"{role} failed") == death, "the news of it", 60)
+        run.wait_until(lambda: f"{role} serves again" in run.output, "it to be back", 200)
         rows = len(run.rows())
         run.wait_until(lambda: len(run.rows()) > rows + 6, "steps behind all that", 200)
         run.press_ctrl_c()

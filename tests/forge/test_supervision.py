@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import monarch.actor
@@ -50,9 +51,10 @@ def placement(cfg: MeshConfig, roles: tuple[str, ...] = ("trainer", "generator")
 def test_roles_whose_state_dies_with_them_cannot_be_respawned() -> None:
     with pytest.raises(ConfigError, match=r"mesh\.critic\.on_failure is respawn.* --resume"):
         placement(MeshConfig(critic=RoleConfig(procs=1, on_failure="respawn")), roles=("trainer", "critic"))
-    for role in ("trainer", "generator"):
+    again = RoleConfig(on_failure="respawn")
+    for role, cfg in (("trainer", MeshConfig(trainer=again)), ("generator", MeshConfig(generator=again))):
         with pytest.raises(ConfigError, match=rf"mesh\.colocate is true, mesh\.{role}\.on_failure respawn"):
-            placement(MeshConfig(colocate=True, **{role: RoleConfig(on_failure="respawn")}))
+            placement(replace(cfg, colocate=True))
     placement(MeshConfig(generator=RoleConfig(on_failure="respawn")))
 
 
