@@ -11,6 +11,10 @@ from actors.worker_process import START_DEADLINE_S, WorkerGone, WorkerProcess
 from forge.errors import RewardError
 
 
+class _Killed(RewardError):
+    """The process was ended by a signal."""
+
+
 class RewardProcess:
     """Runs one function at a time. Starts when first asked, anew after a time-out, a crash, a cancelled call."""
 
@@ -46,10 +50,14 @@ class RewardProcess:
         """Values of the function at `path`, one a sample.
 
         TimeoutError after `timeout_s`; RewardError with the user's traceback when the function raised, or
-        with the exit code when it took its process down.
+        with the exit code when it took its process down, twice where that was by a signal.
         """
         await self.start()
-        return await self._ask(path, samples, timeout_s)
+        try:
+            return await self._ask(path, samples, timeout_s)
+        except _Killed:
+            await self.start()  # it may have been anybody, and for any reason: once more
+            return await self._ask(path, samples, timeout_s)
 
     async def _ask(self, path: str, samples: list[Sample], timeout_s: float) -> list[float]:
         try:
@@ -63,7 +71,8 @@ class RewardProcess:
             if self._worker.closed:
                 raise RewardError(f"the rewards were closed while {path} ran") from error
             prompt = f"\n  prompt {samples[0].prompt[:200]!r}" if samples else ""
-            raise RewardError(f"{path} ended its worker process ({error.status}){prompt}") from error
+            kind = _Killed if error.killed else RewardError
+            raise kind(f"{path} ended its worker process ({error.status}){prompt}") from error
         except BaseException:
             self._started = False
             raise

@@ -21,7 +21,7 @@ import torch
 from actors.vllm_adapters import EngineAdapters, LoraOptions
 from actors.vllm_progress import read_logprobs, running_tokens
 from forge.child import scratch_folder
-from forge.errors import ConfigError, WeightSyncError
+from forge.errors import ActorFailed, ConfigError, WeightSyncError
 from forge.routes import continued
 from forge.supports import fitted, joined
 from weightsync.config import KvMode
@@ -215,8 +215,13 @@ class VllmEngine:
             return await self._unless_dead(call)
         except Exception as error:
             if self._engine.errored:
-                raise
+                raise self._dead from error
             raise WeightSyncError(f"{what} failed in the engine: {error}") from error
+
+    @property
+    def _dead(self) -> ActorFailed:
+        """There is no engine any more, only the process that started it."""
+        return ActorFailed("engine", f"its process has ended: {self._engine.dead_error}".splitlines()[0])
 
     async def _unless_dead(self, call: Awaitable[T]) -> T:
         """An answer that never comes from an engine that has died, which its own calls do not notice."""
@@ -224,7 +229,7 @@ class VllmEngine:
         try:
             while not (await asyncio.wait([answer], timeout=_HEALTH_S))[0]:
                 if self._engine.errored:
-                    raise self._engine.dead_error
+                    raise self._dead
             return answer.result()
         finally:
             answer.cancel()
@@ -340,6 +345,10 @@ class VllmEngine:
                 running.adapter = adapter
                 async for output in self._engine.generate(request, parameters, running.id, lora_request=lora):
                     final = output
+        except Exception as error:
+            if self._engine.errored:
+                raise self._dead from error
+            raise
         finally:
             del self._running[name]
             self._left.set()

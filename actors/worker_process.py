@@ -19,6 +19,7 @@ from actors.worker_loop import LENGTH
 START_DEADLINE_S = 120.0
 """How long a process may take to start and to import what one request names, seconds."""
 _REAP_DEADLINE_S = 5.0
+_BY_SIGNAL = "killed by "
 
 
 class WorkerGone(Exception):
@@ -28,6 +29,8 @@ class WorkerGone(Exception):
         super().__init__(status)
         self.status = status
         """How it ended, in words."""
+        self.killed = status.startswith(_BY_SIGNAL)
+        """Whether a signal ended it."""
 
 
 class WorkerProcess:
@@ -120,4 +123,4 @@ def _describe_exit(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
     hint = "; the kernel does that when memory runs out" if code == -signal.SIGKILL else ""
-    return f"killed by {signal.Signals(-code).name}{hint}"
+    return f"{_BY_SIGNAL}{signal.Signals(-code).name}{hint}"

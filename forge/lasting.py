@@ -23,7 +23,7 @@ from tensordict import TensorDict
 
 from forge import channel
 from forge.errors import ActorFailed
-from forge.failure import is_supervision_error
+from forge.failure import is_supervision_error, remote_exception
 from forge.processes import DeathWatch
 from forge.supervision import FailurePolicy, Guard
 from forge.telemetry import Report, drain
@@ -77,16 +77,26 @@ class Life:
             await asyncio.wait([answer, self._lost], return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
                 error = None if answer.cancelled() else answer.exception()
-                if error is None or not is_supervision_error(error):
+                own = remote_exception(error) if error else None
+                if isinstance(own, ActorFailed):  # it says so itself: what it cannot do without has died
+                    self._report(own.reason)
+                    self.lose(own.reason)
+                elif error is None or not is_supervision_error(error):
                     return answer.result()
-                # Monarch knows before we do: of what it died arrives by another way, if its processes are this node's.
-                await asyncio.wait([self._lost], timeout=_NOTICE_S)
-                if not self.lost:
-                    self._report(f"calls to it fail: {error}")
-                    self.lose("calls to it fail")
+                else:
+                    await self._told(error)
         finally:
             answer.cancel()
         raise ActorFailed(self._name, self._lost.result())
+
+    async def _told(self, error: BaseException) -> None:
+        """Monarch knows before we do: of what it died arrives by another way, if its processes are this node's."""
+        assert self._lost is not None
+        assert self._report is not None
+        await asyncio.wait([self._lost], timeout=_NOTICE_S)
+        if not self.lost:
+            self._report(f"calls to it fail: {error}")
+            self.lose("calls to it fail")
 
 
 def given_up(deaths: list[ActorFailed], what: str) -> ActorFailed:

@@ -65,8 +65,14 @@ class Recovery:
         if self._guard is not None:
             self._guard.disarm()
 
+    @property
+    def _armed(self) -> bool:
+        return self._guard is not None and self._guard.armed
+
     async def sample(self, version: int) -> SampledBatch | None:
         """`ReplayClient.sample`; raises ActorFailed as soon as the trainer dies."""
+        if not self._armed:
+            return await self._replay.sample(version, self._trainer.num_shards)
         asked = self._asked = asyncio.create_task(self._replay.sample(version, self._trainer.num_shards))
         died = asyncio.ensure_future(self._trainer.until_lost())
         try:
@@ -82,7 +88,7 @@ class Recovery:
 
     async def restored(self, error: ActorFailed) -> int:
         """Behind `error` in the train loop: the version from which it goes on. Raises `error` if it is another's."""
-        if not self._trainer.lost:
+        if not self._armed or not self._trainer.lost:
             raise error
         await self._saver.settle()
         while True:

@@ -353,7 +353,7 @@ def guard_replica(
         await sync.join(replica)
         generators.add(replica)
 
-    guard.arm(lost, revive, lambda: replica.mesh.beat.call_one())
+    guard.arm(lost, revive, lambda: replica.ask(replica.mesh.beat.call_one()))
 
 
 async def _start_reward(cfg: AppConfig, spawn: Spawn, own: Rewards | None) -> Rewards:

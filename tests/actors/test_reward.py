@@ -66,6 +66,11 @@ def raises(sample):
 def quits(sample): sys.exit(5)
 def exits(sample): os._exit(3)
 def crashes(sample): os.kill(os.getpid(), signal.SIGSEGV)
+def crashes_once(sample):
+    if not os.path.exists(sample.answer):
+        open(sample.answer, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return float(len(sample.completion))
 def interrupted(sample): os.kill(os.getpid(), signal.SIGINT); return 1.0
 def gives_nan(sample): return float("nan")
 def gives_none(sample): return None
@@ -223,6 +228,13 @@ def test_a_worker_that_dies_or_answers_no_number_is_an_error_that_names_the_func
             assert "'a question'" in str(caught.value)
 
     with_scorer(config(user_module, function), body)
+
+
+def test_a_worker_that_is_killed_is_asked_once_more(user_module: str, tmp_path: Path) -> None:
+    async def body(scorer: RewardScorer) -> list[float]:
+        return (await scorer.score(samples("abc", answer=str(tmp_path / "been_here")))).total
+
+    assert with_scorer(config(user_module, "crashes_once"), body) == [3.0]
 
 
 def test_samples_that_cannot_go_to_another_process_are_an_error(user_module: str) -> None:
