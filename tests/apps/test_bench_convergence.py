@@ -60,7 +60,7 @@ def test_every_corrected_arm_is_compared_to_sync_and_the_control_too() -> None:
     found = {name: runs([0.9 + draw.gauss(0, 0.01) for _ in range(10)], 40) for name in names}
     found[convergence.CONTROL] = runs([0.6 + draw.gauss(0, 0.05) for _ in range(10)])
     table = convergence.rows(found)
-    assert [row.get("verdict") for row in table] == [None, *["equal"] * 6, "worse"]
+    assert [row.get("verdict") for row in table] == [None, *["equal"] * 7, "worse"]
     assert [(goal.value, goal.met) for goal in convergence.goals(table)] == [(6, True), (1.0, True)]
     assert table[0]["steps_to_plateau"] == pytest.approx(38, abs=1)  # of a line, in means of 5 steps
     assert table[-1]["steps_to_plateau"] is None
