@@ -2,8 +2,9 @@
 
     python -m apps.bench.endurance                # 200 steps of the preset tiny
 
-Each is read from /proc at a quarter of the steps, when everything has been used once, and at the last step. A segment
-is a mapping of shared memory that the project made (forge/segment.py, the trainer's snapshots).
+Each is read from /proc four times, at every quarter of the steps. By the half of them everything has been used and
+allocators have settled: the goals compare the end with that. A segment is a mapping of shared memory that the project
+made (forge/segment.py, the trainer's snapshots).
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from apps.bench.harness.result import Column, Goal, Result, rows_table, show
 from apps.bench.harness.victims import Victim
 
 GROWTH = 1.05
-"""Of a role's memory, at most: allocators settle for longer than a quarter of such a run."""
+"""Of a role's memory in the second half, at most."""
+QUARTERS = (1, 2, 3, 4)
 COUNTS = ("threads", "files", "segments")
 COLUMNS = (
     Column("role", "role"),
-    Column("MiB early", "early_mib", ",.0f"),
-    Column("late", "late_mib", ",.0f"),
-    Column("ratio", "growth", ".3f"),
-    *(Column(f"{name} {when}", f"{when}_{name}") for name in COUNTS for when in ("early", "late")),
+    *(Column(f"MiB at {quarter}/4", f"mib_{quarter}", ",.0f") for quarter in QUARTERS),
+    Column("4/4 : 2/4", "growth", ".3f"),
+    *(Column(name, name) for name in COUNTS),
 )
 Usage = Mapping[str, int]
 Row = dict[str, Any]
@@ -57,41 +58,40 @@ def by_role(victim: Victim) -> dict[str, Usage]:
     return dict(found)
 
 
-def rows_of(early: Mapping[str, Usage], late: Mapping[str, Usage]) -> list[Row]:
-    """A row a role."""
+def rows_of(found: Sequence[Mapping[str, Usage]]) -> list[Row]:
+    """A row a role, from the four times; counts as those of half time and end."""
     rows = []
-    for role in sorted(late):
-        before, after = early.get(role, {}), late[role]
-        row: Row = {"role": role, "early_mib": before.get("rss", 0) / 2**20, "late_mib": after["rss"] / 2**20}
-        row["growth"] = after["rss"] / max(before.get("rss", 0), 1)
+    for role in sorted(found[-1]):
+        rss = [usages.get(role, {}).get("rss", 0) for usages in found]
+        row: Row = {"role": role, **{f"mib_{q}": size / 2**20 for q, size in zip(QUARTERS, rss, strict=True)}}
+        row["growth"] = rss[-1] / max(rss[1], 1)
         for name in COUNTS:
-            row |= {f"early_{name}": before.get(name, 0), f"late_{name}": after.get(name, 0)}
+            half, end = (usages.get(role, {}).get(name, 0) for usages in (found[1], found[-1]))
+            row |= {f"{name}_more": end - half, name: f"{half} {end}"}
         rows.append(row)
     return rows
 
 
-def _more(rows: Sequence[Row], name: str) -> int:
-    return sum(row[f"late_{name}"] - row[f"early_{name}"] for row in rows)
-
-
 def measure(steps: int, scratch: Path) -> Result:
-    """One run of `steps` steps, looked at twice; a few more steps keep it alive meanwhile."""
-    named = set(os.listdir("/dev/shm"))
+    """One run of `steps` steps, looked at four times; a few more steps keep it alive meanwhile."""
+    named, found = set(os.listdir("/dev/shm")), []
     with Victim(scratch / "run", [f"--trainer.steps={steps + 20}"], 300.0 + 20 * steps) as victim:
-        victim.wait_for_step(steps // 4)
-        early = by_role(victim)
-        victim.wait_for_step(steps)
-        late = by_role(victim)
-        in_between = len(set(os.listdir("/dev/shm")) - named)
+        for quarter in QUARTERS:
+            victim.wait_for_step(steps * quarter // 4)
+            found.append(by_role(victim))
         victim.stop()
-    rows = rows_of(early, late)
+    rows = rows_of(found)
     goals = [
-        Goal("largest growth of a role's memory", max(row["growth"] for row in rows), GROWTH, "most"),
-        *(Goal(f"{name} more at the end", _more(rows, name), 0, "most") for name in COUNTS),
-        Goal("names in /dev/shm during the run", in_between, 0, "most"),
+        Goal(
+            "largest growth of a role's memory in the second half", max(row["growth"] for row in rows), GROWTH, "most"
+        ),
+        *(
+            Goal(f"{name} more at the end than at half time", sum(row[f"{name}_more"] for row in rows), 0, "most")
+            for name in COUNTS
+        ),
         Goal("names in /dev/shm afterwards", len(set(os.listdir("/dev/shm")) - named), 0, "most"),
     ]
-    peaks = {role: found["rss"] for role, found in late.items()}
+    peaks = {role: usages["rss"] for role, usages in found[-1].items()}
     return Result("endurance", rows, goals, peaks, extra={"steps": steps})
 
 
@@ -105,7 +105,7 @@ def main() -> None:
         parser.error("--steps must be >= 8")
     with tempfile.TemporaryDirectory() as scratch:
         result = measure(args.steps, Path(scratch))
-    show(result, rows_table(f"at step {args.steps // 4} and at step {args.steps}", result.rows, COLUMNS))
+    show(result, rows_table(f"{args.steps} steps; counts at half time and at the end", result.rows, COLUMNS))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,9 @@ def main(argv: Sequence[str]) -> int:
     """Exit code: 0, 2 for a value that cannot work, else that of the cluster's own command."""
     before, _, command = _split(argv)
     kind = before.pop(0) if before else ""
+    if kind in ("-h", "--help"):
+        print((__doc__ or "").replace("`--help` lists them", "`apps.submit slurm --help` lists them"))
+        return 0
     if kind not in CLUSTERS:
         _refuse(f"the first word must be one of {', '.join(CLUSTERS)}, got {kind or 'nothing'}")
     config_cls, render, submit = CLUSTERS[kind]
