@@ -61,8 +61,7 @@ def torment(victim: Victim, faults: int, roles: Sequence[str], seed: int) -> lis
         role = rng.choice(roles)
         what = rng.choice(("kill", "pause") if role == CONTROLLER else ("kill", "kill", "stop"))
         before, begin = victim.served_again(role), time.monotonic()
-        victim.strike(role, what, rng)
-        waits = what != "pause"
+        waits = victim.strike(role, what, rng)
         if number + 1 < faults and rng.random() < 0.2:
             overlapping = True  # the next one strikes in the middle of it
             continue
@@ -163,7 +162,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--deadline-s", type=float, default=600.0, help="within which the run gets over a fault")
+    parser.add_argument("--deadline-s", type=float, default=300.0, help="within which the run gets over a fault")
     args = parser.parse_args()
     if args.faults < 1 or args.deadline_s <= 0:
         parser.error("--faults must be >= 1, --deadline-s > 0")

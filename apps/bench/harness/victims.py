@@ -83,20 +83,24 @@ class Victim:
             return read_rows(path)
         return []
 
-    def strike(self, role: str, what: str, rng: random.Random) -> None:
-        """SIGKILL ("kill"), SIGSTOP ("stop"), or both ends of a pause ("pause") to one process of `role`."""
-        pids = [pid for pid, found in self.processes() if found.partition("_")[0] == role]
+    def strike(self, role: str, what: str, rng: random.Random) -> bool:
+        """SIGKILL ("kill"), SIGSTOP ("stop"), or both ends of a pause ("pause") to one process of `role`.
+
+        Whether the role has to be restarted for it: not after a pause, nor for a process that its actor replaces itself.
+        """
         deadline = time.monotonic() + self._deadline_s
-        while not pids:
+        while not (pids := [pid for pid, found in self.processes() if found.partition("_")[0] == role]):
             self._check(deadline, f"a process of {role}")
             time.sleep(_POLL_S)
-            pids = [pid for pid, found in self.processes() if found.partition("_")[0] == role]
         pid = rng.choice(pids)
         with contextlib.suppress(OSError):  # it may have ended by now
+            replaced = role == "reward" and b"forge.child" not in Path(f"/proc/{pid}/cmdline").read_bytes()
             os.kill(pid, signal.SIGKILL if what == "kill" else signal.SIGSTOP)
             if what == "pause":
                 time.sleep(rng.uniform(1.0, 8.0))
                 os.kill(pid, signal.SIGCONT)
+            return what != "pause" and not replaced
+        return False
 
     def served_again(self, role: str) -> int:
         """How often a replica of `role` has come back."""
