@@ -4,7 +4,7 @@
                     ── Cluster ends: finish() ──► one last time
 
 Who waits: a task of its own for each actor, so that a hung one holds up nobody's answers but its own. The train loop
-never does: a row takes what has come.
+never does: a row takes what has come. Without a trace they ask every five seconds.
 
 Clocks: processes of one machine share CLOCK_MONOTONIC. The clock of another is read in every exchange, and is taken to
 be ahead by what the exchange with the shortest round trip among the last `_WINDOW` says (Cristian, 1989): it is wrong
@@ -25,7 +25,7 @@ from forge.tally import Tally, merged
 from forge.telemetry import Report
 from forge.trace import Trace
 
-_EVERY_S = 1.0
+_EVERY_S, _EVERY_UNTRACED_S = 1.0, 5.0
 _PATIENCE_S = 600.0
 """An actor that starts an engine answers no sooner."""
 _WINDOW = 32
@@ -97,8 +97,10 @@ class Collector:
                 for rank, report in enumerate(reports):
                     self._take(f"{name}/{rank}" if len(reports) > 1 else name, report, None if near else clock)
                 soon = not near and clock.num_exchanges < _FIRST_EXCHANGES
+                # Without a trace only numbers are fetched; every call costs Monarch some memory for good.
+                every_s = _EVERY_S if self._trace.on else _EVERY_UNTRACED_S
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._ending.wait(), 0.01 if soon else _EVERY_S)
+                    await asyncio.wait_for(self._ending.wait(), 0.01 if soon else every_s)
 
     def _take(self, name: str, report: Report, clock: RemoteClock | None) -> None:
         ahead_ns, about = 0, ""

@@ -101,8 +101,8 @@ def span(lane: str, name: str, **arguments: Any) -> AbstractContextManager[dict[
 def record(key: str, value: float, kind: Kind) -> None:
     """Counts `value` under `key` in the row of the step; see `forge.tally` for what a kind becomes.
 
-    A step's row has what had been fetched when it was written: up to a second less than its end. Raises SchemaError
-    for a key without one of the prefixes of `forge.metrics`.
+    A step's row has what had been fetched when it was written: up to five seconds less than its end, one with a
+    trace. Raises SchemaError for a key without one of the prefixes of `forge.metrics`.
     """
     _here.record(key, value, kind)
 

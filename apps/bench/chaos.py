@@ -60,12 +60,12 @@ def torment(victim: Victim, faults: int, roles: Sequence[str], seed: int) -> lis
         time.sleep(rng.uniform(0.0, 3.0))
         role = rng.choice(roles)
         what = rng.choice(("kill", "pause") if role == CONTROLLER else ("kill", "kill", "stop"))
-        before, begin = victim.served_again(role), time.monotonic()
+        before, resumes, begin = victim.served_again(role), victim.resumes, time.monotonic()
         waits = victim.strike(role, what, rng)
         if number + 1 < faults and rng.random() < 0.2:
             overlapping = True  # the next one strikes in the middle of it
             continue
-        victim.recover(role, before, waits=waits)
+        victim.recover(role, before, waits=waits, resumes=resumes)
         found.append(Fault(role, what, time.monotonic() - begin, overlapping))
         overlapping = False
         print(f"{number + 1}/{faults}: {found[-1]}", file=sys.stderr, flush=True)

@@ -86,7 +86,7 @@ class Victim:
     def strike(self, role: str, what: str, rng: random.Random) -> bool:
         """SIGKILL ("kill"), SIGSTOP ("stop"), or both ends of a pause ("pause") to one process of `role`.
 
-        Whether the role has to be restarted for it: not after a pause, nor for a process that its actor replaces itself.
+        Whether the role restarts for it: not after a pause, nor for a process that its actor replaces itself.
         """
         deadline = time.monotonic() + self._deadline_s
         while not (pids := [pid for pid, found in self.processes() if found.partition("_")[0] == role]):
@@ -109,10 +109,13 @@ class Victim:
         lines = [line for line in self.output.splitlines() if " serves again, " in line]
         return sum(line.split(" serves again, ")[0].split()[-1].partition("_")[0] == role for line in lines)
 
-    def recover(self, role: str, before: int, *, waits: bool) -> None:
-        """Until `role` has come back more often than `before` (where it is to) and another step is done."""
+    def recover(self, role: str, before: int, *, waits: bool, resumes: int | None = None) -> None:
+        """Until `role` has come back more often than `before` (where it is to) and another step is done.
+
+        All roles have come back once there were more than `resumes`.
+        """
         deadline = time.monotonic() + self._deadline_s
-        while waits and self.served_again(role) <= before:
+        while waits and self.served_again(role) <= before and (resumes is None or self.resumes <= resumes):
             self._check(deadline, f"{role} to come back")
             time.sleep(_POLL_S)
         steps = len(self.rows())
