@@ -133,7 +133,10 @@ class Victim:
     def _check(self, deadline: float, what: str) -> None:
         code = self._app.poll()
         if code is not None:
-            self.ended += code != -signal.SIGKILL
+            if code != -signal.SIGKILL:
+                self.ended += 1
+                tail = "\n".join(self.output.splitlines()[-8:])
+                print(f"the run ended by itself, with exit code {code}:\n{tail}", file=sys.stderr, flush=True)
             self._bury()
             self.resumes += 1
             self._start([f"--resume={self.folder}"])
