@@ -139,7 +139,7 @@ def measure(faults: int, roles: Sequence[str], seed: int, deadline_s: float, scr
         Goal("prompts lost", lost, 0, "most"),
         Goal("prompts trained twice", twice, 0, "most"),
         Goal("episodes dropped", dropped, 0, "most"),
-        Goal("times that the run ended by itself", victim.ended, 0, "most"),
+        Goal("times that the run ended by itself once it trained", victim.ended, 0, "most"),
         Goal("processes left behind", victim.left, 0, "most"),
         Goal("segments left behind", segments, 0, "most"),
         Goal("largest staleness, bound 1", stale, 1, "most"),
@@ -148,6 +148,7 @@ def measure(faults: int, roles: Sequence[str], seed: int, deadline_s: float, scr
     extra = {
         "faults": faults,
         "resumes": victim.resumes,
+        "ended_early": victim.ended_early,
         "steps": len(rows),
         "reward": mean_reward(rows),
         "reward_undisturbed": mean_reward(calm),
@@ -170,8 +171,9 @@ def main() -> None:
         result = measure(args.faults, args.roles, args.seed, args.deadline_s, Path(scratch))
     told = result.extra
     notes = [
-        f"{told['faults']} faults, {told['steps']} steps, {told['resumes']} resumes; reward of the last {LAST} steps "
-        f"{told['reward']:.3f}, undisturbed {told['reward_undisturbed']:.3f}"
+        f"{told['faults']} faults, {told['steps']} steps, {told['resumes']} resumes, {told['ended_early']} of them behind "
+        f"a fault while the actors started; reward of the last {LAST} steps {told['reward']:.3f}, undisturbed "
+        f"{told['reward_undisturbed']:.3f}"
     ]
     show(result, rows_table("how long the run took to get over a fault", result.rows, COLUMNS), notes=notes)
 

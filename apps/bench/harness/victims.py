@@ -48,7 +48,9 @@ class Victim:
         self._mark = uuid.uuid4().hex
         self._log = folder.with_suffix(".log")
         self.ended = 0
-        """Times that the run ended by itself, with an error."""
+        """Times that the run ended by itself, with an error, once it trained."""
+        self.ended_early = 0
+        """Times that it did so while its actors started, which no policy covers: nothing is lost then."""
         self.resumes = 0
         self.left = 0
         """Processes that outlived their controller by `GONE_S`."""
@@ -57,6 +59,7 @@ class Victim:
     def _start(self, which: Sequence[str]) -> None:
         command = [sys.executable, str(_APP), *which, *self._options]
         env = {**os.environ, **ENV, _MARK_ENV: self._mark, "OMP_NUM_THREADS": "1"}
+        self._said = len(self.output) if self._log.exists() else 0
         with self._log.open("a") as log:
             self._app = subprocess.Popen(
                 command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
@@ -134,7 +137,8 @@ class Victim:
         code = self._app.poll()
         if code is not None:
             if code != -signal.SIGKILL:
-                self.ended += 1
+                early = "\nstep " not in self.output[self._said :]
+                self.ended, self.ended_early = self.ended + (not early), self.ended_early + early
                 tail = "\n".join(self.output.splitlines()[-8:])
                 print(f"the run ended by itself, with exit code {code}:\n{tail}", file=sys.stderr, flush=True)
             self._bury()
