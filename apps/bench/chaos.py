@@ -171,8 +171,8 @@ def main() -> None:
         result = measure(args.faults, args.roles, args.seed, args.deadline_s, Path(scratch))
     told = result.extra
     notes = [
-        f"{told['faults']} faults, {told['steps']} steps, {told['resumes']} resumes, {told['ended_early']} of them after"
-        f" a fault while the actors started; reward of the last {LAST} steps {told['reward']:.3f}, undisturbed "
+        f"{told['faults']} faults, {told['steps']} steps, {told['resumes']} resumes, {told['ended_early']} of them"
+        f" after a fault while the actors started; reward of the last {LAST} steps {told['reward']:.3f}, undisturbed "
         f"{told['reward_undisturbed']:.3f}"
     ]
     show(result, rows_table("how long the run took to get over a fault", result.rows, COLUMNS), notes=notes)
