@@ -54,6 +54,11 @@ class OfflineConfig:
         check_run(self.run)
         for section in (self.data, self.trainer, self.loss):
             section.validate()
+        for role in ("trainer", "reference"):
+            if getattr(self.mesh, role).on_failure == "respawn":
+                raise ConfigError(
+                    f"mesh.{role}.on_failure is respawn: this app ends with the {role}, and --resume goes on; use end"
+                )
         least = max(1, self.trainer.updates)
         if self.batch.size < least:
             raise ConfigError(f"batch.size must be >= {least} (1, and trainer.updates), got {self.batch.size}")

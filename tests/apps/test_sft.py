@@ -213,6 +213,7 @@ def test_rows_of_a_file(tmp_path: Path) -> None:
         (SftConfig, "sft", "--loss.name=ppo_clip", "loss.name is ppo_clip, which is no loss for this data; use nll"),
         (SftConfig, "sft", "--loss.correction=tis", "loss.correction is tis"),
         (SftConfig, "sft", "--batch.size=0", "batch.size must be >= 1"),
+        (SftConfig, "sft", "--mesh.trainer.on_failure=respawn", "this app ends with the trainer, and --resume goes on"),
         (
             SftConfig,
             "sft",
