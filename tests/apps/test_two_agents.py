@@ -239,7 +239,7 @@ class Fleet:
             reward_model=None,
             replay=self.replay,
             trainer=self.trainer,
-            sync=SimpleNamespace(publish=self.publish, close=lambda: None, describe=lambda: ""),
+            sync=SimpleNamespace(published_version=0, publish=self.publish, close=lambda: None, describe=lambda: ""),
             num_rollouts=num_slots(own.replay.max_staleness, groups),
             restarts=dict,
             evaluators=None,
@@ -249,6 +249,7 @@ class Fleet:
             trace=None,
             checkpoints=None,
             start=0,
+            note=print,
             patiently=lambda wait, why: wait,
             step=lambda values, episodes: self.rows.append(values),
         )
