@@ -74,14 +74,9 @@ def torment(victim: Victim, faults: int, roles: Sequence[str], seed: int) -> lis
 
 def rows_of(faults: Sequence[Fault]) -> list[Row]:
     """A row a role and kind of fault; overlapping ones are rows of their own."""
-    kinds = sorted({(fault.role, fault.what + (", overlapping" if fault.overlapping else "")) for fault in faults})
     rows: list[Any] = []
-    for role, what in kinds:
-        seconds = sorted(
-            fault.recovery_s
-            for fault in faults
-            if (fault.role, fault.what + (", overlapping" if fault.overlapping else "")) == (role, what)
-        )
+    for role, what in sorted({fault.kind for fault in faults}):
+        seconds = sorted(fault.recovery_s for fault in faults if fault.kind == (role, what))
         p95 = seconds[min(len(seconds) - 1, int(0.95 * len(seconds)))]
         median = statistics.median(seconds)
         rows.append(

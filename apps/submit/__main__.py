@@ -32,7 +32,7 @@ CLUSTERS: dict[str, tuple[type[JobConfig], Callable[[Any, Sequence[str]], str], 
 
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0, 2 for a value that cannot work, else that of the cluster's own command."""
-    before, _, command = _split(argv)
+    before, command = _split(argv)
     kind = before.pop(0) if before else ""
     if kind in ("-h", "--help"):
         print((__doc__ or "").replace("`--help` lists them", "`apps.submit slurm --help` lists them"))
@@ -60,10 +60,10 @@ def main(argv: Sequence[str]) -> int:
     return subprocess.run(submit, input=text, text=True, check=False).returncode
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], str, list[str]]:
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     words = list(argv)
     at = words.index("--") if "--" in words else len(words)
-    return words[:at], "--", words[at + 1 :]
+    return words[:at], words[at + 1 :]
 
 
 def _check_app(command: Sequence[str]) -> None:

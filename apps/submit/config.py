@@ -94,7 +94,7 @@ class SlurmConfig(JobConfig):
     memory: str = ""
     """Of each node, such as 200G; 0 is all of it. Default: the cluster's."""
     exclusive: bool = True
-    """Nobody else on the nodes. Links between nodes are not authenticated: see README, "Ports and trust"."""
+    """Nobody else on the nodes. Links between nodes are not authenticated: see README, "Clusters, ports and trust"."""
     options: list[str] = field(default_factory=list)
     """Further options of sbatch, such as --constraint=a100."""
 

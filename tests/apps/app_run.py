@@ -15,8 +15,12 @@ from typing import Any
 
 import psutil
 
+from replay.recording import Recording
+from replay.recovery import recover
+
 ROOT = Path(__file__).parents[2]
 APP = ROOT / "apps" / "grpo" / "main.py"
+RERUN = APP.with_name("rerun.py")
 NANO = ["--config", str(ROOT / "apps/grpo/tiny.yaml"), "--model=nano", "--data.args={num_digits: 4}"]
 MARK = "MESHFORGE_APP_RUN"
 
@@ -138,3 +142,17 @@ class AppRun:
             except psutil.Error:
                 continue
         self._process.wait()
+
+
+def check_recording(run: AppRun, again: AppRun) -> None:
+    """The recorded run trained no prompt twice and lost none; `again`, a rerun of it, gives its steps bit for bit."""
+    steps, journal = len(run.rows()), run.folder / "journal"
+    batches = Recording(journal)
+    trained = [seq for version in batches.versions for seq in batches.batch(version).seqs]
+    waiting = list(recover(journal, steps).state.entries)
+    assert sorted(trained + waiting) == list(range(max(trained + waiting) + 1)), "a prompt was lost, or used twice"
+    try:
+        assert again.finish(400) == 0, again.output
+    finally:
+        again.end()
+    assert f"{steps} of {steps} steps gave the recorded numbers, bit for bit" in again.output

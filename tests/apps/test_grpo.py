@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from app_run import APP, NANO, ROOT, AppRun
+from app_run import APP, NANO, RERUN, ROOT, AppRun, check_recording
 from small_models import family
 
 from apps.grpo.config import DEFAULT_PRESET, AppConfig, plan_run
@@ -27,10 +27,8 @@ from forge.errors import ConfigError
 from forge.metrics import METRIC_KEYS
 from forge.placement import plan_placement
 from replay.recording import Recording
-from replay.recovery import recover
 
 Launch = Callable[..., AppRun]
-RERUN = APP.with_name("rerun.py")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 
@@ -163,13 +161,7 @@ def test_a_run_that_is_killed_at_random_moments_trains_each_prompt_once(launch: 
     assert run.finish(60) == 130, run.output
     steps = len(run.rows())
     check_rows(run, steps, bound=1)
-    batches = Recording(first.folder / "journal")
-    trained = [seq for version in batches.versions for seq in batches.batch(version).seqs]
-    waiting = list(recover(first.folder / "journal", steps).state.entries)
-    assert sorted(trained + waiting) == list(range(max(trained + waiting) + 1)), "a prompt was lost, or used twice"
-    again = launch(resumed=first, app=RERUN)
-    assert again.finish(400) == 0, again.output
-    assert f"{steps} of {steps} steps gave the recorded numbers, bit for bit" in again.output
+    check_recording(run, launch(resumed=first, app=RERUN))
 
 
 @pytest.mark.soak

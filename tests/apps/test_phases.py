@@ -6,14 +6,11 @@ import signal
 from pathlib import Path
 
 import pytest
-from app_run import ROOT, AppRun
+from app_run import RERUN, AppRun, check_recording
 
 from forge.checkpoints import Checkpoints
-from replay.recording import Recording
-from replay.recovery import recover
 
 DYING = Path(__file__).with_name("dying_app.py")
-RERUN = ROOT / "apps" / "grpo" / "rerun.py"
 STEP = [
     "replay.actor:ReplayClient.reserve after 20",
     "replay.actor:ReplayClient.add before 20",
@@ -75,10 +72,4 @@ def test_a_controller_that_is_killed_at_any_point_resumes_where_it_was(
     rows = last.rows()
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     assert max(row["staleness/max"] for row in rows) <= 1
-    batches = Recording(first.folder / "journal")
-    trained = [seq for version in batches.versions for seq in batches.batch(version).seqs]
-    waiting = list(recover(first.folder / "journal", len(rows)).state.entries)
-    assert sorted(trained + waiting) == list(range(max(trained + waiting) + 1)), "a prompt was lost, or used twice"
-    again = AppRun(tmp_path / "again", app=RERUN, resumed=first)
-    assert again.finish(400) == 0, again.output
-    assert f"{len(rows)} of {len(rows)} steps gave the recorded numbers, bit for bit" in again.output
+    check_recording(last, AppRun(tmp_path / "again", app=RERUN, resumed=first))

@@ -8,12 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from app_run import ROOT, AppRun
-
-from replay.recording import Recording
-from replay.recovery import recover
-
-RERUN = ROOT / "apps" / "grpo" / "rerun.py"
+from app_run import RERUN, AppRun, check_recording
 
 
 @pytest.mark.soak
@@ -87,13 +82,4 @@ def test_a_run_whose_trainer_or_replay_is_killed_again_and_again_trains_as_if_no
     assert [row["step"] for row in numbers] == list(range(1, steps + 1))
     assert max(row["staleness/max"] for row in numbers) <= 1
     assert "Traceback" not in run.output
-    batches = Recording(run.folder / "journal")
-    trained = [seq for version in batches.versions for seq in batches.batch(version).seqs]
-    waiting = list(recover(run.folder / "journal", steps).state.entries)
-    assert sorted(trained + waiting) == list(range(max(trained + waiting) + 1)), "a prompt was lost, or used twice"
-    again = AppRun(tmp_path / "again", app=RERUN, resumed=run)
-    try:
-        assert again.finish(400) == 0, again.output
-    finally:
-        again.end()
-    assert f"{steps} of {steps} steps gave the recorded numbers, bit for bit" in again.output
+    check_recording(run, AppRun(tmp_path / "again", app=RERUN, resumed=run))

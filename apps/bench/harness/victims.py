@@ -38,6 +38,11 @@ class Fault:
     overlapping: bool
     """Whether the run had not got over the one before."""
 
+    @property
+    def kind(self) -> tuple[str, str]:
+        """The role, and what was done to it under which circumstances."""
+        return self.role, self.what + (", overlapping" if self.overlapping else "")
+
 
 class Victim:
     """One run in `folder`, through all its controllers. A context manager that leaves no process behind."""
