@@ -145,10 +145,13 @@ class Lasting:
         """The answer of the life of now."""
         return await self._life.ask(call(self._mesh))
 
-    async def ask(self, call: Callable[[Any], Awaitable[T]]) -> T:
-        """The answer of a life; `call` is made anew for each. Raises ActorFailed where it kills one after another."""
+    async def ask(self, call: Callable[[Any], Awaitable[T]], lives: float = MOST_LIVES) -> T:
+        """The answer of a life; `call` is made anew for each. Raises ActorFailed when it has killed `lives` of them.
+
+        lives: infinity for calls that wait for others, which are pending whenever something else kills the actor.
+        """
         deaths: list[ActorFailed] = []
-        while len(deaths) < MOST_LIVES:
+        while len(deaths) < lives:
             await self._serves.wait()
             life = self._life
             try:
@@ -175,12 +178,14 @@ def lasting(spawn: Spawn, policy: FailurePolicy, told: Callable[[str], None], gu
     return start
 
 
-async def ask(mesh: Any, call: Callable[[Any], Awaitable[T]]) -> T:
-    """The answer to `call(mesh)`, of another life where the first one dies."""
-    return await (mesh.ask(call) if isinstance(mesh, Lasting) else call(mesh))
+async def ask(mesh: Any, call: Callable[[Any], Awaitable[T]], lives: float = MOST_LIVES) -> T:
+    """The answer to `call(mesh)`, of another life where the first one dies. `lives`: as `Lasting.ask` has it."""
+    return await (mesh.ask(call, lives) if isinstance(mesh, Lasting) else call(mesh))
 
 
-async def ask_of_group(mesh: Any, group: TensorDict, call: Callable[[Any, Any], Awaitable[T]]) -> T:
+async def ask_of_group(
+    mesh: Any, group: TensorDict, call: Callable[[Any, Any], Awaitable[T]], lives: float = MOST_LIVES
+) -> T:
     """The answer to `call(mesh, handle)`, of another life where the first one dies; each gets a handle on `group`."""
 
     async def handed_over(mesh: Any) -> T:
@@ -190,7 +195,7 @@ async def ask_of_group(mesh: Any, group: TensorDict, call: Callable[[Any, Any], 
         finally:
             channel.close(handle)  # where it died before it took the group
 
-    return await ask(mesh, handed_over)
+    return await ask(mesh, handed_over, lives)
 
 
 async def ask_once(mesh: Any, call: Callable[[Any], Awaitable[T]]) -> T:

@@ -11,6 +11,7 @@ told what only the client knows (`Known`): which tickets are in hands, and how f
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -29,6 +30,8 @@ from replay.staleness import Known, Ticket
 __all__ = ["Replay", "ReplayActor", "ReplayClient", "ReplayConfig", "SampledBatch", "Ticket"]
 
 T = TypeVar("T")
+_LIVES = math.inf
+"""Waits for a slot or a batch outlive any number of deaths: how many there may be is the budget of restarts."""
 
 
 class ReplayActor(Beating):
@@ -203,7 +206,7 @@ class ReplayClient:
         """See `Replay.add`."""
         try:
             # `put` copies, and waits for memory while the replay has not taken earlier groups.
-            adding = ask_of_group(self._mesh, group, lambda mesh, handle: mesh.add.call_one(ticket, handle))
+            adding = ask_of_group(self._mesh, group, lambda mesh, handle: mesh.add.call_one(ticket, handle), _LIVES)
             await self._within("add", adding)
         finally:
             self._held.pop(ticket.seq, None)
@@ -275,7 +278,7 @@ class ReplayClient:
         return await self._ask("why_waiting", lambda mesh: mesh.why_waiting.call_one())
 
     async def _ask(self, name: str, call: Callable[[Any], Awaitable[T]]) -> T:
-        return await self._within(name, ask(self._mesh, call))
+        return await self._within(name, ask(self._mesh, call, _LIVES))
 
     async def _within(self, name: str, call: Awaitable[T]) -> T:
         return await within(self._answer_s, f"the replay to answer {name}", call)

@@ -19,7 +19,7 @@ from forge import channel
 from forge.batch import make_group
 from forge.data import PromptStream
 from forge.errors import ActorFailed, RunFolderError
-from forge.lasting import lasting
+from forge.lasting import MOST_LIVES, lasting
 from forge.supervision import FailurePolicy, Guard, Supervisor
 from replay.actor import ReplayClient
 from replay.config import ReplayConfig
@@ -214,7 +214,6 @@ class World:
         while killed < kills:
             await asyncio.sleep(self.rng.expovariate(1 / 0.03))
             restarting = self.guard.attempt is not None
-            # A call that several lives die under is given up, so there is a batch for each kill.
             if killed <= len(self.batches) and not (restarting and self.rng.random() < 0.7):
                 self.kill()
                 killed += 1
@@ -292,6 +291,25 @@ def test_the_next_life_knows_who_works_on_what(tmp_path: Path) -> None:
         assert await client.reserve() is None
         await world.supervisor.close()
         world.meshes[-1].kill()
+
+    run(scenario)
+
+
+def test_who_waits_outlives_any_number_of_deaths(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        world = World(tmp_path, random.Random(0))
+        client = await world.start()
+        tickets = await pair(client)
+        waiting = asyncio.create_task(client.sample(0))
+        for life in range(1, MOST_LIVES + 2):
+            while len(world.meshes) < life or not world.meshes[-1].calls:
+                await asyncio.sleep(0.001)
+            world.kill()
+        for ticket in tickets:
+            await client.add(ticket, group(ticket))
+        assert await waiting is not None
+        await client.shut_down()
+        await world.supervisor.close()
 
     run(scenario)
 
