@@ -302,7 +302,7 @@ def test_who_waits_outlives_any_number_of_deaths(tmp_path: Path) -> None:
         tickets = await pair(client)
         waiting = asyncio.create_task(client.sample(0))
         for life in range(1, MOST_LIVES + 2):
-            while len(world.meshes) < life or not world.meshes[-1].calls:
+            while len(world.meshes) < life or not world.meshes[-1].calls:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             world.kill()
         for ticket in tickets:
