@@ -1,6 +1,6 @@
 """Actors without a state of their own, through all their lives: a call that one life cannot answer goes to the next.
 
-    spawn = lasting(cluster.spawn, cfg.mesh.reward, log.note, guards)
+    spawn = lasting(cluster.spawn, cfg.failure_policy("reward"), log.note, guards)
     mesh = await spawn("reward", RewardActor, cfg)                  # a Lasting; with the policy end, the plain mesh
     await set_up(mesh, lambda mesh: mesh.setup.call_one())          # done again in each life, before it is asked
     await ask(mesh, lambda mesh: mesh.score.call_one(samples))      # both work on plain meshes too
@@ -164,7 +164,7 @@ class Lasting:
 
 
 def lasting(spawn: Spawn, policy: FailurePolicy, told: Callable[[str], None], guards: list[Guard]) -> Spawn:
-    """`spawn` for roles without state: where `policy` says respawn, it gives a Lasting, whose guard joins `guards`."""
+    """`spawn` for roles without state: unless `policy` says end, it gives a Lasting, whose guard joins `guards`."""
     if policy.on_failure == "end":
         return spawn
 

@@ -22,7 +22,7 @@ How it rejoins  the last thing that `revive` does: `WeightSync.join` brings the 
 A role without a guard, which is any role of a user's own, ends the run as it dies. So does every failure during the
 start, before `Guard.arm`: nothing is lost then.
 
-    guard = Guard(cfg.mesh.generator, told=log.note)
+    guard = Guard(cfg.failure_policy("generator"), told=log.note)
     mesh = await cluster.spawn("generator", Generator, cfg, guard=guard)    # so does `revive`, later
     guard.arm(lost=..., revive=...)
 """
@@ -33,7 +33,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -47,8 +47,9 @@ from forge.trace import RESTARTS
 class FailurePolicy:
     """What a death of one of the role's processes leads to."""
 
-    on_failure: Literal["end", "respawn"] = field(default="end", kw_only=True)
-    """end: the run ends with the cause. respawn: a new replica takes the place of the dead one."""
+    on_failure: Literal["auto", "end", "respawn"] = field(default="auto", kw_only=True)
+    """end: the run ends with the cause. respawn: a new replica takes the place of the dead one. auto: respawn where the
+    role and the other options let it."""
     max_restarts: int = field(default=3, kw_only=True)
     """Restarts of one replica within restart_window_s; one more ends the run."""
     restart_window_s: float = field(default=600.0, kw_only=True)
@@ -66,6 +67,12 @@ class FailurePolicy:
                 f"{where}.max_restarts is {self.max_restarts}, restart_window_s {self.restart_window_s:g}; the former "
                 "must be >= 1, the latter > 0; on_failure end restarts nothing"
             )
+
+    def settled(self, *, possible: bool) -> FailurePolicy:
+        """The policy with end or respawn in place of auto."""
+        if self.on_failure != "auto":
+            return self
+        return replace(self, on_failure="respawn" if possible else "end")
 
 
 MISSED_BEATS = 4
@@ -125,7 +132,7 @@ class Guard:
         mesh with this guard, sets it up and gives it its work. beat: asks the mesh of now for what costs it nothing.
         """
         self.lost, self.revive, self.beat = lost, revive, beat
-        self.armed = self.supervisor is not None and self.policy.on_failure == "respawn"
+        self.armed = self.supervisor is not None and self.policy.on_failure != "end"
         if self.armed and self.supervisor is not None:
             self.supervisor.listen(self)
 

@@ -6,7 +6,7 @@ Each kind has its own process and its own concurrency: nothing that one does rea
 that its caller cancels or gives up ends the episode in the actor too: a client names its episodes itself, so that it
 can close one whose `start` has not answered yet.
 
-Where `mesh.environment.on_failure` is respawn, an actor that dies takes its episodes with it, each of which has failed
+Unless `mesh.environment.on_failure` is end, an actor that dies takes its episodes with it, each of which has failed
 as one whose environment broke; whoever begins one waits for the next actor (`forge/lasting.py`).
 """
 

@@ -53,7 +53,7 @@ async def main(cfg: AgentAppConfig, hosts: Hosts, stopping: Stopping) -> None:
             with stopping.at_once():
                 template, parser = await asyncio.to_thread(make_language, cfg)
                 run = Run(cfg, await spawn_actors(cfg, cluster, log, stop=template.end_of_turn[:1]), log)
-                spawn = lasting(cluster.spawn, cfg.mesh.environment, log.note, run.actors.guards)
+                spawn = lasting(cluster.spawn, cfg.failure_policy("environment"), log.note, run.actors.guards)
                 agents = await spawn_agents(cfg, spawn, folder)
             async with Gateway(run.actors.generators, template, parser, gateway_config(cfg)) as gateway:
                 reports, turn_rewards = Reports({"agent": agents}, lambda task: "agent"), cfg.loss.per_token

@@ -38,7 +38,6 @@ LAST = 20
 OPTIONS = (
     "--run.checkpoint_every=10",
     "--replay.record",
-    *(f"--mesh.{role}.on_failure=respawn" for role in ROLES[:-1]),
     *(f"--mesh.{role}.max_restarts=1000" for role in ROLES[:-1]),
     *(f"--mesh.{role}.heartbeat_s=5" for role in ROLES[:-1]),
 )

@@ -21,6 +21,7 @@ from forge.pairing import check_pairing
 from forge.placement import MeshConfig, Placement, place
 from forge.registry import lookup
 from forge.run_log import RunConfig, check_run
+from forge.supervision import FailurePolicy
 from replay.config import ReplayConfig
 from weightsync.config import WeightSyncConfig
 
@@ -152,6 +153,17 @@ class AppConfig:
                 f"trainer.microbatch_tokens is {self.trainer.microbatch_tokens}, generator.max_model_len "
                 f"{self.generator.max_model_len}: one episode would not fit; raise the former or lower the latter"
             )
+
+    def failure_policy(self, role: str) -> FailurePolicy:
+        """The section mesh.<role> with its auto settled: what respawn is refused for is end."""
+        mesh = self.mesh
+        possible = not mesh.debug and not (mesh.colocate and role in ("trainer", "generator"))
+        if role in ("trainer", "replay"):
+            possible &= self.replay.journal
+        if role == "trainer":  # without checkpoints it would go back to the first step
+            possible &= self.mesh.critic.procs is None and self.run.checkpoint_every > 0
+        own: FailurePolicy = getattr(mesh, role)
+        return own.settled(possible=possible)
 
     @property
     def has_critic(self) -> bool:

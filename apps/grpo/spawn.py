@@ -147,21 +147,25 @@ async def spawn_actors(
     async with asyncio.TaskGroup() as tasks:
         state = log.resumed.path / "trainer" if log.resumed else None
         weights = str(log.folder.absolute / "weights")
-        training = Guard(cfg.mesh.trainer, note)
+        training = Guard(cfg.failure_policy("trainer"), note)
         options: dict[str, Any] = {"transport": transport, "folder": weights, "turns": turns, "guard": training}
         trainer = tasks.create_task(start_trainer(cfg, cluster, spec, state, **options))
         ends = sorted({*stop_ids(tokenizer, model), *stop})
         start = partial(_start_generator, cfg, cluster, spec, generator, ends, first.token_ids, turns, trainer)
-        guards = [Guard(cfg.mesh.generator, note) for _ in range(cluster.replicas("generator"))]
+        policy = cfg.failure_policy("generator")
+        guards = [Guard(policy, note) for _ in range(cluster.replicas("generator"))]
         others: list[Guard] = []
-        again = partial(lasting, cluster.spawn, told=note, guards=others)
+
+        def again(role: str) -> Spawn:
+            return lasting(cluster.spawn, cfg.failure_policy(role), note, others)
+
         replicas = [tasks.create_task(start(index, guard)) for index, guard in enumerate(guards)]
         evaluators = tasks.create_task(start_evaluators(cfg, cluster, spec, generator, tokenizer, ends, QUIET))
-        replay = tasks.create_task(_start_replay(cfg, again(cfg.mesh.replay), model, log))
-        rewards = tasks.create_task(_start_reward(cfg, again(cfg.mesh.reward), reward))
-        scorer = again(cfg.mesh.reward_model)
+        replay = tasks.create_task(_start_replay(cfg, again("replay"), model, log))
+        rewards = tasks.create_task(_start_reward(cfg, again("reward"), reward))
+        scorer = again("reward_model")
         judge = tasks.create_task(_start_reward_model(cfg, scorer, spec)) if cfg.reward.model else None
-        frozen, referring = replace(spec, path=teacher or spec.path), again(cfg.mesh.reference)
+        frozen, referring = replace(spec, path=teacher or spec.path), again("reference")
         reference = (
             tasks.create_task(start_reference(cfg.trainer, cluster, frozen, referring))
             if cfg.loss.needs_reference

@@ -13,6 +13,7 @@ from forge import registry
 from forge.errors import ConfigError
 from forge.placement import DEFAULT_POOL, MeshConfig, Placement, RoleConfig
 from forge.run_log import RunConfig, check_run
+from forge.supervision import FailurePolicy
 
 POLICIES = ("proposer", "solver")
 
@@ -99,9 +100,12 @@ def policies(cfg: TwoAgentsConfig, folder: Path | None = None) -> dict[str, AppC
 
 
 def _mesh(shared: SharedMeshConfig, own: MeshConfig, name: str) -> MeshConfig:
-    roles = {f.name: getattr(own, f.name) for f in fields(own) if isinstance(getattr(own, f.name), RoleConfig)}
+    every = {f.name: getattr(own, f.name) for f in fields(own) if isinstance(getattr(own, f.name), FailurePolicy)}
+    # Two policies wait for each other in an episode: what a death does to that was never tried.
+    roles = {role: policy.settled(possible=False) for role, policy in every.items()}
     if name in shared.pools:
-        roles = {r: replace(c, pool=name) if c.pool == DEFAULT_POOL else c for r, c in roles.items()}
+        at_home = {r: c for r, c in roles.items() if isinstance(c, RoleConfig) and c.pool == DEFAULT_POOL}
+        roles |= {role: replace(placed, pool=name) for role, placed in at_home.items()}
     common = {f.name: getattr(shared, f.name) for f in fields(shared)}
     return replace(own, **common, **roles)
 

@@ -75,7 +75,7 @@ async def main(cfg: WorldsConfig, hosts: Hosts, stopping: Stopping) -> None:
                 template, parser = await asyncio.to_thread(make_language, cfg)
                 run = Run(cfg, await spawn_actors(cfg, cluster, log, stop=template.end_of_turn[:1]), log)
                 pools = await spawn_worlds(
-                    cfg, lasting(cluster.spawn, cfg.mesh.environment, log.note, run.actors.guards)
+                    cfg, lasting(cluster.spawn, cfg.failure_policy("environment"), log.note, run.actors.guards)
                 )
                 worlds = Environments(pools)
                 player = make_player(cfg, worlds, run, template, parser)

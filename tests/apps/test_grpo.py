@@ -95,7 +95,7 @@ def check_critic(run: AppRun) -> None:
 
 @pytest.mark.soak
 def test_an_actor_that_is_killed_ends_the_run_with_its_name(launch: Launch) -> None:
-    run = launch("--trainer.steps=1000")
+    run = launch("--trainer.steps=1000", "--mesh.generator.on_failure=end")
     run.wait_until(run.rows, "the first step")
     run.kill_actor("generator_0")
     assert run.finish(30) == 1, run.output
@@ -230,6 +230,27 @@ def test_what_cannot_work_is_one_clear_line_and_exit_code_2(
     assert len(said.strip().splitlines()) == 1, said
 
 
+@pytest.mark.parametrize(
+    ("options", "ending"),
+    [
+        ("", set()),
+        ("--mesh.reward.on_failure=end", {"reward"}),
+        ("--replay.journal=false", {"trainer", "replay"}),
+        ("--run.checkpoint_every=0", {"trainer"}),
+        ("--run.checkpoint_every=0 --mesh.trainer.on_failure=respawn", set()),
+        ("--loss.token_advantages=gae --mesh.critic.procs=1", {"trainer"}),
+        ("--mesh.colocate", {"trainer", "generator"}),
+        ("--mesh.debug", {"trainer", "generator", "replay", "reward", "reference", "reward_model", "environment"}),
+    ],
+)
+def test_who_dies_is_respawned_where_the_other_options_let_it(options: str, ending: set[str]) -> None:
+    cfg = config.parse(AppConfig, [*NANO, *options.split()], default_config=DEFAULT_PRESET, prog="", description="")
+    roles = ("trainer", "generator", "replay", "reward", "reference", "reward_model", "environment")
+    policies = {role: cfg.failure_policy(role).on_failure for role in roles}
+    assert {role for role, policy in policies.items() if policy == "end"} == ending
+    assert set(policies.values()) <= {"end", "respawn"}
+
+
 def test_a_dense_model_has_no_routes_to_keep(tmp_path: Path) -> None:
     cfg = config.parse(
         AppConfig, [*NANO, "--generator.keep_routes"], default_config=DEFAULT_PRESET, prog="", description=""
@@ -343,7 +364,7 @@ def test_ctrl_c_twice_ends_without_waiting_for_the_step(launch: Launch) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ["trainer_0", "replay", "reward"])
 def test_any_actor_that_is_killed_ends_the_run_with_its_name(launch: Launch, name: str) -> None:
-    run = launch("--trainer.steps=1000")
+    run = launch("--trainer.steps=1000", f"--mesh.{name.removesuffix('_0')}.on_failure=end")
     run.wait_until(run.rows, "the first step")
     run.kill_actor(name)
     assert run.finish(30) == 1, run.output
@@ -354,7 +375,7 @@ def test_any_actor_that_is_killed_ends_the_run_with_its_name(launch: Launch, nam
 def test_a_stopped_generator_halts_training_at_the_bound_which_says_so_and_ends_by_name(
     launch: Launch,
 ) -> None:
-    run = launch("--trainer.steps=100000", "--replay.max_staleness=2")
+    run = launch("--trainer.steps=100000", "--replay.max_staleness=2", "--mesh.generator.on_failure=end")
     run.wait_until(lambda: len(run.rows()) >= 3, "three steps")
     run.signal_actor("generator_0", signal.SIGSTOP)
     run.wait_until(lambda: "waiting for a batch" in run.output, "a word about the wait")

@@ -1,4 +1,4 @@
-"""A run whose processes die, and which goes on because mesh.<role>.on_failure says so."""
+"""A run whose processes die, and which goes on."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ def test_a_run_whose_generator_is_stopped_and_whose_rewards_are_killed_goes_on_a
     run = AppRun(
         tmp_path / "run",
         "--trainer.steps=400",
-        "--mesh.generator.on_failure=respawn",
         "--mesh.generator.heartbeat_s=5",
-        "--mesh.reward.on_failure=respawn",
         "--replay.journal_interval_s=1",
     )
     try:
@@ -58,8 +56,7 @@ def test_a_run_whose_trainer_or_replay_is_killed_again_and_again_trains_as_if_no
     tmp_path: Path, role: str, deaths: int, options: list[str]
 ) -> None:
     options = [*options, "--run.checkpoint_every=4", "--replay.record"]
-    for respawned in ("trainer", "replay"):
-        options += [f"--mesh.{respawned}.on_failure=respawn", f"--mesh.{respawned}.max_restarts=10"]
+    options += ["--mesh.trainer.max_restarts=10", "--mesh.replay.max_restarts=10"]
     run = AppRun(tmp_path / "run", "--trainer.steps=100000", *options)
     rng = random.Random(0)
     try:

@@ -139,12 +139,7 @@ def test_when_the_controllers_machine_is_killed_the_other_ends(machines: Machine
 def test_a_replica_on_a_lost_machine_is_given_up_and_the_run_goes_on_with_the_other(
     machines: Machines, tmp_path: Path
 ) -> None:
-    options = [
-        *TOGETHER,
-        "--mesh.trainer.procs=1",
-        "--mesh.generator.replicas=2",
-        "--mesh.generator.on_failure=respawn",
-    ]
+    options = [*TOGETHER, "--mesh.trainer.procs=1", "--mesh.generator.replicas=2"]
     run = Run(machines, tmp_path / "run", *options, "--trainer.steps=5000")
     run.wait_until(lambda: run.rows(), "a step")
     run.nodes[1].kill()
