@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,8 +21,9 @@ import torch
 
 from actors.vllm_adapters import EngineAdapters, LoraOptions
 from actors.vllm_progress import read_logprobs, running_tokens
-from forge.child import scratch_folder
-from forge.errors import ActorFailed, ConfigError, WeightSyncError
+from forge.child import LOG_ENV, scratch_folder
+from forge.errors import ActorFailed, ConfigError, LaunchError, WeightSyncError
+from forge.failure import logged_error
 from forge.routes import continued
 from forge.supports import fitted, joined
 from weightsync.config import KvMode
@@ -150,7 +152,8 @@ class VllmEngine:
     async def start(self) -> None:
         """Starts the engine's process, builds the shadow model and labels the loaded weights version 0."""
         c = self._config
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if LOG_ENV in os.environ else "ERROR")
+        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_RPC_BASE_PATH", str(scratch_folder()))  # its sockets go with this process
         if c.tensor_parallel == 1:
@@ -161,7 +164,6 @@ class VllmEngine:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
 
         arguments = AsyncEngineArgs(
             model=c.model,
@@ -187,7 +189,7 @@ class VllmEngine:
             **(c.lora.engine_arguments() if c.lora else {}),
             **(_routing_arguments() if c.keep_routes else {}),
         )
-        self._engine = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
+        self._engine = await asyncio.to_thread(_make_engine, arguments)
         if c.keep_support >= (vocabulary := self._engine.model_config.get_vocab_size()):
             raise ConfigError(
                 f"generator.keep_support is {c.keep_support}, the model has {vocabulary} tokens; lower it, or set it "
@@ -554,6 +556,20 @@ class VllmEngine:
         if self._engine is not None:
             self._engine.shutdown(timeout=_SHUTDOWN_S)
             self._engine = None
+
+
+def _make_engine(arguments: Any) -> Any:
+    """The engine, started. What its own process ended with is a LaunchError, which vLLM tells its log only."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    log = os.environ.get(LOG_ENV)
+    begin = os.path.getsize(log) if log else 0
+    try:
+        return AsyncLLM.from_engine_args(arguments)
+    except RuntimeError as error:
+        if log and (cause := logged_error(Path(log), begin)):
+            raise LaunchError(f"vLLM's engine did not start: {cause}\nmore in {log}") from error
+        raise
 
 
 def _later_seed(seed: int, whole: Completion) -> int:

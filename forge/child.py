@@ -21,6 +21,8 @@ from typing import Any
 
 RUN_ID_ENV = "MESHFORGE_RUN_ID"
 """Marks the processes of a run, and whatever they start: "<run id>/<mesh name>"."""
+LOG_ENV = "MESHFORGE_LOG"
+"""The file that takes what a process of the run, and those that it starts, write to stderr."""
 _SCRATCH_ENV = "MESHFORGE_SCRATCH"
 
 
@@ -106,10 +108,27 @@ def start_resource_tracker() -> None:
         util.spawnv_passfds = original
 
 
+def write_to_log() -> None:
+    """From here on stderr goes to the file of `LOG_ENV`, where there is one and this node can write it.
+
+    Libraries log there; a user's `print` stays on the terminal.
+    """
+    if path := os.environ.get(LOG_ENV):
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError:
+            del os.environ[LOG_ENV]
+            return
+        os.dup2(log, 2)
+        os.close(log)
+
+
 def main() -> None:
     """Guard this process, then run the module that Monarch's own bootstrap command names."""
     # Ctrl-C belongs to the controller, which ends the actors in order. Subprocesses inherit this.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    write_to_log()
     start_resource_tracker()
     guard_process_group()
     flag, module = sys.argv[1:3]

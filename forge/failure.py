@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import signal
 import sys
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 from forge.errors import (
     ActorFailed,
@@ -29,6 +31,9 @@ _SELF_EXPLAINING = (
     RewardError,
     RunFolderError,
 )
+
+# The end of a traceback, which a logger may have put the place in front of.
+_EXCEPTION = re.compile(r"(?:.*\bERROR\b.*?\] )?((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt)\b(?:: .*)?)$")
 
 
 def print_failure(error: BaseException) -> int:
@@ -87,6 +92,15 @@ def describe_exit(status: int, *, killed: bool) -> str:
     name = signal.Signals(status).name if status in set(signal.Signals) else f"signal {status}"
     hint = "; the kernel does that when memory runs out, see dmesg" if status == signal.SIGKILL else ""
     return f"its process was killed by {name}{hint}"
+
+
+def logged_error(log: Path, begin: int = 0) -> str:
+    """The last line of the first traceback that the file `log` has from byte `begin` on; "" for none."""
+    with contextlib.suppress(OSError):
+        for line in log.read_bytes()[begin:].decode(errors="replace").splitlines():
+            if found := _EXCEPTION.match(line):
+                return found[1]
+    return ""
 
 
 def is_supervision_error(error: BaseException) -> bool:

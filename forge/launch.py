@@ -46,6 +46,8 @@ _MONARCH_ENV = {
     # A loaded machine may take longer than the default 30 s to start a process.
     "HYPERACTOR_HOST_SPAWN_READY_TIMEOUT": "120s",
     "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE": "120s",
+    # Its log in the temp folder, which nobody rotates, would grow by megabytes an hour.
+    "MONARCH_FILE_LOG": "error",
 }
 # With several nodes: give up on a lost one after 20 s instead of 69 s.
 _MONARCH_NODES_ENV = {

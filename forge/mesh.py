@@ -27,6 +27,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeVar
 
 from forge.channel import ACROSS_NODES_ENV
+from forge.child import LOG_ENV
 from forge.collector import Collector
 from forge.errors import ActorFailed, ConfigError, DeadlineExceeded, ForgeError, NodeLost
 from forge.failure import explain, is_supervision_error, remote_exception, root_cause
@@ -103,14 +104,17 @@ class Cluster:
         placement: Placement,
         *,
         debug: bool = False,
+        logs: Path | None = None,
         spawn_timeout_s: float = 120.0,
         stop_timeout_s: float = 10.0,
     ) -> None:
-        """debug: actors are threads of this process. spawn_timeout_s: until a replica's processes are up.
-        stop_timeout_s: until a mesh that will not end is killed."""
+        """debug: actors are threads of this process. logs: the folder that takes their stderr, a file a process; None
+        leaves it on the terminal. spawn_timeout_s: until a replica's processes are up. stop_timeout_s: until a mesh
+        that will not end is killed."""
         self._hosts = hosts
         self._placement = placement
         self._debug = debug
+        self._logs = logs
         self._spawn_timeout_s = spawn_timeout_s
         self._stop_timeout_s = stop_timeout_s
         self._meshes: dict[str, Any] = {}
@@ -209,7 +213,11 @@ class Cluster:
         common = {**env, **across, "PYTHONPATH": _module_path(), RUN_ID_ENV: f"{self._hosts.run_id}/{place.name}"}
 
         def bootstrap(point: Point) -> Any:
-            return command.with_env({**place.envs[point.rank], **common, RANK_ENV: str(point.rank)})
+            own = {RANK_ENV: str(point.rank)}
+            if self._logs is not None:
+                rank = f"-rank{point.rank}" if len(place.envs) > 1 else ""
+                own[LOG_ENV] = str(self._logs.absolute() / f"{place.name}{rank}.log")
+            return command.with_env({**place.envs[point.rank], **common, **own})
 
         mesh = self._hosts.mesh
         if self._hosts.num_hosts > 1:
@@ -247,11 +255,17 @@ class Cluster:
         """The run cannot go on without the actor `name`."""
         if self._ending or self.failure is not None:
             return
-        self.failure = ActorFailed(name, reason)
+        self.failure = ActorFailed(name, reason + self._where_it_logged(name))
         self._failed.set()
         if self._watchers == 0 and not self._leaving:
             self._cancelled_body = True
             self._body.cancel()
+
+    def _where_it_logged(self, name: str) -> str:
+        """Another line for the reason of the end of `name`, where it left more than that."""
+        logs = sorted(self._logs.glob(f"{name}*.log")) if self._logs is not None else []
+        told = [str(path) for path in logs if path.stat().st_size]
+        return f"\nmore in {', '.join(told)}" if told else ""
 
     def _bury(self, name: str) -> None:
         """Ends what is left of a dead mesh; nobody waits for it. Processes of other nodes end with their mesh."""

@@ -8,6 +8,7 @@
                   events.out.*     the same numbers for TensorBoard
                   wandb_id, mlflow_id  the run's name at trackers, see forge/trackers.py
                   checkpoints/     what a resume goes on from, see forge/checkpoints.py
+                  logs/            what the actors' processes, and the engines, wrote to stderr
                   journal/         what happened to every group, see replay/journal.py
                   checkpoint/      the final model; made by whoever writes it
 
@@ -204,6 +205,8 @@ class RunFolder:
         self.absolute = self.path.absolute()
         """The path for processes that may have another current folder."""
         self.checkpoint = self.path / "checkpoint"
+        self.logs = self.absolute / "logs"
+        """What the actors' processes write to stderr (`forge.mesh.Cluster`), made by the first of them."""
         self.metrics_path = self.path / "metrics.jsonl"
         self.evaluations_path = self.path / "evaluations.jsonl"
         """Made by the first evaluation."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import textwrap
 import threading
 import time
 from collections import deque
@@ -256,9 +257,8 @@ class Terminal:
         self._thread.start()
 
     def note(self, text: str) -> None:
-        """Shows `text`: under the bar, or as a line."""
-        bar = self._bar
-        self._submit((lambda: bar.show(text)) if bar else (lambda: self._print(text)))
+        """Shows `text` in lines of its own, above the bar where there is one."""
+        self._submit(lambda: self._print(text))
 
     def step(self, row: Row) -> None:
         """Shows a row; without a bar the last one always and others every two seconds at most."""
@@ -285,7 +285,14 @@ class Terminal:
             self._queue.put(action)
 
     def _print(self, text: str) -> None:
-        self._console.print(self._label + text, markup=False, highlight=False, soft_wrap=True)
+        text = self._label + text
+        if self._console.is_terminal:  # elsewhere a line is a line, for grep
+            options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+            text = "\n".join(
+                textwrap.fill(line, self._console.width, subsequent_indent="  ", **options)
+                for line in text.splitlines()
+            )
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _work(self) -> None:
         # Nobody reads any more (SystemExit is rich's word for a broken pipe): training goes on unseen.

@@ -49,7 +49,7 @@ async def main(cfg: AgentAppConfig, hosts: Hosts, stopping: Stopping) -> None:
         RunLog(cfg.run, config.to_yaml(cfg), cfg.trainer.steps, name=f"agent-{cfg.model}", live=live) as log,
         TemporaryDirectory(prefix="agents-") as folder,
     ):
-        async with Cluster(hosts, placement, debug=cfg.mesh.debug) as cluster:
+        async with Cluster(hosts, placement, debug=cfg.mesh.debug, logs=log.folder.logs) as cluster:
             with stopping.at_once():
                 template, parser = await asyncio.to_thread(make_language, cfg)
                 run = Run(cfg, await spawn_actors(cfg, cluster, log, stop=template.end_of_turn[:1]), log)

@@ -28,7 +28,7 @@ async def main(cfg: AppConfig, hosts: Hosts, stopping: Stopping) -> None:
     """As `apps.grpo.main.main`, with a judge for a reward."""
     placement = plan_run(cfg, hosts.slots_per_host, hosts.num_hosts)
     with RunLog(cfg.run, config.to_yaml(cfg), cfg.trainer.steps, name="judge") as log:
-        async with Cluster(hosts, placement, debug=cfg.mesh.debug) as cluster:
+        async with Cluster(hosts, placement, debug=cfg.mesh.debug, logs=log.folder.logs) as cluster:
             with stopping.at_once():
                 judge = await cluster.spawn("judge", Judge, weight_of_length=0.1)
                 run = Run(cfg, await spawn_actors(cfg, cluster, log, JudgeReward(judge)), log)

@@ -29,7 +29,7 @@ async def main(cfg: DistillConfig, hosts: Hosts, stopping: Stopping) -> None:
     with stopping.at_once():
         teacher = await asyncio.to_thread(resolve_teacher, cfg)
     with RunLog(cfg.run, config.to_yaml(cfg), cfg.trainer.steps, name=f"distill-{cfg.model}") as log:
-        async with Cluster(hosts, placement, debug=cfg.mesh.debug) as cluster:
+        async with Cluster(hosts, placement, debug=cfg.mesh.debug, logs=log.folder.logs) as cluster:
             with stopping.at_once():
                 run = Run(cfg, await spawn_actors(cfg, cluster, log, teacher=teacher), log)
             await train(run, cluster, stopping)

@@ -59,7 +59,7 @@ async def main(cfg: AppConfig, hosts: Hosts, stopping: Stopping) -> None:
     """As `apps.grpo.main.main`, on pairs."""
     placement = plan_online(cfg, hosts.slots_per_host, hosts.num_hosts)
     with RunLog(cfg.run, config.to_yaml(cfg), cfg.trainer.steps, name=f"dpo-{cfg.model}") as log:
-        async with Cluster(hosts, placement, debug=cfg.mesh.debug) as cluster:
+        async with Cluster(hosts, placement, debug=cfg.mesh.debug, logs=log.folder.logs) as cluster:
             with stopping.at_once():
                 run = Run(cfg, await spawn_actors(cfg, cluster, log), log)
             run.rollout = partial(rollout_pair, meter=run.meter)

@@ -177,7 +177,7 @@ async def main(cfg: AppConfig, hosts: Hosts, stopping: Stopping) -> None:
     yaml, live = config.to_yaml(cfg), False if cfg.mesh.debug else None
     placement = plan_run(cfg, hosts.slots_per_host, hosts.num_hosts)
     with RunLog(cfg.run, yaml, cfg.trainer.steps, name=cfg.model, live=live) as log:
-        async with Cluster(hosts, placement, debug=cfg.mesh.debug) as cluster:
+        async with Cluster(hosts, placement, debug=cfg.mesh.debug, logs=log.folder.logs) as cluster:
             with stopping.at_once():
                 run = Run(cfg, await spawn_actors(cfg, cluster, log), log)
             await train(run, cluster, stopping)

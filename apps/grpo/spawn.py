@@ -44,9 +44,8 @@ from weightsync import transports
 from weightsync.config import WeightSyncConfig
 from weightsync.sync import WeightSync
 
-# vLLM and what it loads tell a user of this app nothing that is theirs to act on.
+# What vLLM loads tells a user of this app nothing that is theirs to act on.
 QUIET = {
-    "VLLM_LOGGING_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "TORCH_LOGS": "-all",

@@ -76,7 +76,7 @@ async def train_on_rows(
     """A whole run on rows whose completions are under `keys`, until the last step or Ctrl-C."""
     placement, live = plan_run(cfg, hosts.slots_per_host, hosts.num_hosts), False if cfg.mesh.debug else None
     with RunLog(cfg.run, config.to_yaml(cfg), cfg.trainer.steps, name=cfg.model, live=live) as log:
-        async with Cluster(hosts, placement, debug=cfg.mesh.debug) as cluster:
+        async with Cluster(hosts, placement, debug=cfg.mesh.debug, logs=log.folder.logs) as cluster:
             with stopping.at_once():
                 run = await start_run(cfg, cluster, log, *keys, start=start)
             await train(run, cluster, stopping)

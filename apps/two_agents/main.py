@@ -48,7 +48,7 @@ async def main(cfg: TwoAgentsConfig, hosts: Hosts, stopping: Stopping) -> None:
     own = policies(cfg, folder)
     with ExitStack() as open_logs:
         logs = {name: open_logs.enter_context(open_log(name, own[name])) for name in POLICIES}
-        async with Cluster(hosts, placement, debug=cfg.mesh.debug) as cluster:
+        async with Cluster(hosts, placement, debug=cfg.mesh.debug, logs=folder / "logs") as cluster:
             with stopping.at_once():
                 async with asyncio.TaskGroup() as tasks:
                     starts = [

@@ -70,7 +70,7 @@ async def main(cfg: WorldsConfig, hosts: Hosts, stopping: Stopping) -> None:
     with RunLog(cfg.run, config.to_yaml(cfg), cfg.trainer.steps, name=f"worlds-{cfg.model}", live=live) as log:
         if cfg.quotas:
             cfg = replace(cfg, data=divided(cfg.data, shares_of(list(cfg.kinds), cfg.quotas), cfg.seed))
-        async with Cluster(hosts, placement, debug=cfg.mesh.debug) as cluster:
+        async with Cluster(hosts, placement, debug=cfg.mesh.debug, logs=log.folder.logs) as cluster:
             with stopping.at_once():
                 template, parser = await asyncio.to_thread(make_language, cfg)
                 run = Run(cfg, await spawn_actors(cfg, cluster, log, stop=template.end_of_turn[:1]), log)

@@ -51,5 +51,11 @@ class Probe(Actor):
         raise KeyError(text)
 
     @endpoint
+    async def complain(self, text: str) -> None:
+        command = ["/bin/sh", "-c", 'echo "$1" >&2', "sh", text]
+        await asyncio.to_thread(subprocess.run, command, check=True)
+        print(text, file=sys.stderr)
+
+    @endpoint
     async def exit(self, code: int) -> None:
         os._exit(code)

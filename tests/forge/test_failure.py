@@ -1,11 +1,23 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
 from forge.errors import ActorFailed, ConfigError, RewardError, StalenessError
-from forge.failure import describe, explain, print_failure, root_cause
+from forge.failure import describe, explain, logged_error, print_failure, root_cause
+
+LOG = """\
+INFO 11-30 [model.py:2] loaded
+(EngineCore pid=7) ERROR 11-30 18:00:59 [core.py:1510] EngineCore failed to start.
+(EngineCore pid=7) ERROR 11-30 18:00:59 [core.py:1510]   File "cache.py", line 1, in check
+(EngineCore pid=7) ERROR 11-30 18:00:59 [core.py:1510] ValueError: No available memory.
+Traceback (most recent call last):
+  File "async_llm.py", line 2, in start
+    raise RuntimeError(
+torch.OutOfMemoryError: and later another one
+"""
 
 
 class SupervisionError(RuntimeError):
@@ -23,6 +35,15 @@ class ActorError(Exception):
 DEAD = ActorFailed("generator_0", "its process was killed by SIGKILL")
 CONSEQUENCE = SupervisionError("Endpoint call generator_0.generate() failed")
 MINE = ValueError("a reward must be finite")
+
+
+def test_of_a_log_the_first_error_behind_a_place_is_told(tmp_path: Path) -> None:
+    log = tmp_path / "generator_0.log"
+    assert logged_error(log) == ""
+    log.write_text(LOG)
+    assert logged_error(log) == "ValueError: No available memory."
+    assert logged_error(log, LOG.index("Traceback")) == "torch.OutOfMemoryError: and later another one"
+    assert logged_error(log, len(LOG)) == ""
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,24 @@ def run(
     asyncio.run(main())
 
 
+def test_what_actors_write_to_stderr_goes_to_a_file_each_which_the_error_of_their_end_names(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    async def body(cluster: Cluster) -> None:
+        trainer, judge = await asyncio.gather(cluster.spawn("trainer", Probe), cluster.spawn("judge", Probe))
+        await trainer.complain.call("of the trainer")
+        await judge.complain.call("of the judge")
+        await judge.exit.call(3)
+
+    logs = tmp_path / "run" / "logs"
+    with pytest.raises(ActorFailed) as failed:
+        run(hosts, body, logs=logs)
+    assert str(failed.value).endswith(f"its process exited with code 3\nmore in {logs}/judge.log")
+    assert (logs / "judge.log").read_text() == 2 * "of the judge\n"
+    for rank in (0, 1):
+        assert (logs / f"trainer_0-rank{rank}.log").read_text() == 2 * "of the trainer\n"
+
+
 async def about(mesh: Any) -> list[dict[str, Any]]:
     return list((await mesh.about.call()).values())
 

@@ -162,6 +162,19 @@ def test_on_a_terminal_a_bar_shows_the_step_and_the_figures() -> None:
     assert text.count(hide) == text.count(show) == 1
 
 
+def test_notes_stay_above_the_bar_within_the_width_of_the_terminal() -> None:
+    console = plain(force_terminal=True, legacy_windows=False)
+    terminal = Terminal(console, 4, live=True)
+    note = "generator_0 failed: its process was killed by SIGKILL; the kernel does that when memory runs out"
+    terminal.note(note)
+    terminal.step(make_row(values(1)))
+    terminal.close()
+    text = shown(console)
+    wrapped = "killed by SIGKILL; the kernel does that when\n  memory runs out\n"
+    assert wrapped in text
+    assert "reward" in text.partition(wrapped)[2]
+
+
 def test_a_run_log_writes_each_step_and_a_sample_of_its_episodes(tmp_path: Path) -> None:
     console = plain()
     log = RunLog(RunConfig(dir=str(tmp_path / "run")), "seed: 1\n", 2, console=console)
