@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from actors.evaluator import Evaluations
 from actors.rollout import Rewards, Rollout, TimedRewards, rollout_group
+from actors.trainer import StepResult
 from apps.grpo.command_line import start
 from apps.grpo.config import AppConfig, plan_run
 from apps.grpo.evaluation import make_evaluations
@@ -34,6 +35,7 @@ from forge.mesh import Cluster
 from forge.metrics import Meter
 from forge.run_folder import EpisodeRecord
 from forge.run_log import RunLog
+from replay.actor import SampledBatch
 from weightsync.sync import Applied
 
 
@@ -129,12 +131,7 @@ async def train_loop(run: Run) -> None:
                 await actors.sync.publish(version)
             if version > logged:
                 logged = version
-                numbers = {"step": version, "policy_version": version, **batch.stats, **result.metrics}
-                run.log.step({**numbers, **meter.lap()}, run.episodes)
-                run.memory["trainer"] = result.peak_rss_bytes
-                await run.saver.after_step(version)
-                if run.evaluations is not None:
-                    run.evaluations.due(version)
+                await step_done(run, batch, result)
         except ActorFailed as error:
             version = await run.recovery.restored(error)
         except ChannelError as error:
@@ -146,6 +143,17 @@ async def train_loop(run: Run) -> None:
     if run.evaluations is not None and version == run.cfg.trainer.steps:
         await run.evaluations.finish(version)
     actors.sync.close()
+
+
+async def step_done(run: Run, batch: SampledBatch, result: StepResult) -> None:
+    """Logs the step, begins its checkpoint and its evaluation; waits for none of them."""
+    version = result.policy_version
+    numbers = {"step": version, "policy_version": version, **batch.stats, **result.metrics}
+    run.log.step({**numbers, **run.meter.lap()}, run.episodes)
+    run.memory["trainer"] = result.peak_rss_bytes
+    await run.saver.after_step(version)
+    if run.evaluations is not None:
+        run.evaluations.due(version)
 
 
 async def weight_loop(run: Run) -> None:
