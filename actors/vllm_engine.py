@@ -155,6 +155,8 @@ class VllmEngine:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if LOG_ENV in os.environ else "ERROR")
         os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        # On CPUs each number of tokens in a step has kernels of its own, 1,024 of which would be kept: 350 MiB.
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
         os.environ.setdefault("VLLM_RPC_BASE_PATH", str(scratch_folder()))  # its sockets go with this process
         if c.tensor_parallel == 1:
             # Without it vLLM forks the worker off the engine process on CPUs: one hop more for every step.
