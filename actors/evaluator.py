@@ -6,7 +6,10 @@
                                   └── pass@k, mean reward, their intervals ──► evaluations.jsonl
 
 The evaluation loop waits for a version that is due. Nobody waits for it: one that is due while another still runs is
-skipped and counted. Why replicas of its own: those of the rollouts flip at every step, and holding a flip until an
+skipped and counted. A replica that dies is replaced; the evaluation goes on with the others, or else fails,
+is counted, and the next one waits for the successor.
+
+Why replicas of its own: those of the rollouts flip at every step, and holding a flip until an
 evaluation has ended would hold the slots that the flip frees, and with them the train loop.
 """
 
@@ -198,19 +201,19 @@ class Evaluations:
         )
 
     async def _answers(self, version: int) -> list[Answers]:
-        tasks = [asyncio.ensure_future(self._one(n, prompt)) for n, prompt in enumerate(self._prompts)]
+        tasks = [asyncio.ensure_future(self._one(n, prompt, version)) for n, prompt in enumerate(self._prompts)]
         try:
-            answers = await asyncio.gather(*tasks)
+            return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-        others = frozenset[int]().union(*(answer.versions for answer in answers)) - {version}
-        if others:
+
+    async def _one(self, number: int, prompt: Prompt, version: int) -> Answers:
+        async with self._gate:
+            answers = await self._answer(number, prompt)
+        if others := answers.versions - {version}:
             raise WeightSyncError(
-                f"an evaluation of version {version} holds tokens of {sorted(others)}: an update reached its replicas"
+                f"an evaluation of version {version} holds tokens of {sorted(others)}: an update reached its replicas, "
+                "or one of them died in its midst"
             )
         return answers
-
-    async def _one(self, number: int, prompt: Prompt) -> Answers:
-        async with self._gate:
-            return await self._answer(number, prompt)

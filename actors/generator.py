@@ -532,6 +532,16 @@ class Generators:
             self.replicas.remove(replica)
             self.router.lose(replica.name)
 
+    def give_up(self, name: str) -> None:
+        """The replica `name`, which has died, gets no successor."""
+        self._away.pop(name, None)
+        self._came.set()
+
+    async def complete(self) -> None:
+        """Waits until every replica that has died has its successor, or is given up."""
+        while self._away:
+            await self._one_back()
+
     async def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -564,12 +574,15 @@ class Generators:
     async def _choose(self, affinity: str) -> Replica:
         """The replica for a call of `affinity`; waits for one where all have died."""
         while not self.replicas:
-            self._came.clear()
-            dead = ", ".join(f"{name} ({reason})" for name, reason in self._away.items())
-            await within(self._patience_s, f"a generator to serve again after {dead}", self._came.wait())
+            await self._one_back()
         loads = {r.name: Load(r.running, r.config.max_num_seqs, r.flipping) for r in self.replicas}
         chosen = self.router.choose(loads, affinity)
         return next(replica for replica in self.replicas if replica.name == chosen)
+
+    async def _one_back(self) -> None:
+        self._came.clear()
+        dead = ", ".join(f"{name} ({reason})" for name, reason in self._away.items())
+        await within(self._patience_s, f"a generator to serve again after {dead}", self._came.wait())
 
     async def _ask(
         self, replica: Replica, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *options: Any

@@ -22,7 +22,7 @@ from forge.supervision import FailurePolicy
 
 DEFAULT_POOL = "default"
 ROLES = ("trainer", "generator", "reference")
-RESPAWNED = ("trainer", "generator", "reference", "reward_model")
+RESPAWNED = ("trainer", "generator", "reference", "reward_model", "evaluator")
 """Roles whose replicas can be respawned."""
 # vLLM starts its own tensor-parallel workers, so one actor process owns all the devices of a replica.
 _ONE_PROCESS_ROLES = frozenset({"generator", "evaluator"})

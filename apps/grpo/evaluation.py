@@ -6,7 +6,7 @@ A prompt is answered in one turn and scored by the run's rewards, as in `actors.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,10 @@ from actors.generator import GeneratorActor, GeneratorConfig, Generators, Replic
 from actors.rollout import rollout_group
 from actors.trainer import ModelSpec
 from forge.data import Prompt, PromptStream, load_task, make_encoder
+from forge.errors import NodeLost
 from forge.metrics import read_rows
 from forge.run_log import RunLog
+from forge.supervision import Guard
 
 if TYPE_CHECKING:
     from apps.grpo.config import AppConfig
@@ -30,6 +32,7 @@ class Evaluators:
 
     generators: Generators
     prompts: list[Prompt]
+    guards: list[Guard]
 
 
 def evaluation_prompts(cfg: AppConfig, tokenizer: Any) -> list[Prompt]:
@@ -68,14 +71,19 @@ async def start_evaluators(
     tokenizer: Any,
     stop: list[int],
     env: Mapping[str, str],
+    note: Callable[[str], None],
 ) -> Evaluators | None:
-    """The engines of the evaluations, where there are any; `generator` and `stop` are those of the rollouts'."""
+    """The engines of the evaluations, where there are any; `generator` and `stop` are those of the rollouts'.
+
+    When one dies, another starts in its place; `note` tells of it. It has the weights on the disk until the next
+    evaluation brings newer ones.
+    """
     if not cfg.evaluation.every:
         return None
     prompts = await asyncio.to_thread(evaluation_prompts, cfg, tokenizer)
     own = evaluator_config(cfg.evaluation, generator)
 
-    async def start(index: int) -> Replica:
+    async def start(index: int, guard: Guard) -> Replica:
         options: dict[str, Any] = {"procs": cluster.procs("evaluator"), "sync": cfg.weightsync, "stop_ids": stop}
         mesh = await cluster.spawn(
             "evaluator",
@@ -87,13 +95,35 @@ async def start_evaluators(
             **options,
             replica=index,
             env=env,
+            guard=guard,
         )
-        replica = Replica(mesh, f"evaluator_{index}", own)
+        replica = Replica(mesh, f"evaluator_{index}", own, report=guard.reporter())
         await replica.setup(prompts[0].token_ids)
         return replica
 
-    replicas = await asyncio.gather(*(start(index) for index in range(cluster.replicas("evaluator"))))
-    return Evaluators(Generators(replicas), prompts)
+    policy = cfg.failure_policy("evaluator")
+    guards = [Guard(policy, note) for _ in range(cluster.replicas("evaluator"))]
+    generators = Generators(await asyncio.gather(*(start(index, guard) for index, guard in enumerate(guards))))
+    for index, guard in enumerate(guards):
+        _replace_when_dead(guard, generators.replicas[index], partial(start, index, guard), generators)
+    return Evaluators(generators, prompts, guards)
+
+
+def _replace_when_dead(
+    guard: Guard, replica: Replica, start: Callable[[], Awaitable[Replica]], generators: Generators
+) -> None:
+    async def revive() -> None:
+        nonlocal replica
+        try:
+            replica = await start()
+        except NodeLost:
+            generators.give_up(replica.name)
+            raise
+        generators.add(replica)
+
+    guard.arm(
+        lambda reason: generators.lose(replica, reason), revive, lambda: replica.ask(replica.mesh.beat.call_one())
+    )
 
 
 def make_evaluations(cfg: AppConfig, actors: Actors, log: RunLog) -> Evaluations | None:
@@ -101,15 +131,20 @@ def make_evaluations(cfg: AppConfig, actors: Actors, log: RunLog) -> Evaluations
     own, evaluators = cfg.evaluation, actors.evaluators
     if evaluators is None:
         return None
-    evaluated = _evaluated(log)
+    generators, evaluated = evaluators.generators, _evaluated(log)
     if lost := unevaluated(evaluated, own.every, log.start):
         log.note(f"evaluations that were due have no result and are not made up for: versions {lost}")
+
+    async def bring() -> int:
+        await generators.complete()
+        return await actors.sync.visit(generators.replicas)
+
     return Evaluations(
         own,
         evaluators.prompts,
-        len(evaluators.generators.replicas),
-        bring=partial(actors.sync.visit, evaluators.generators.replicas),
-        answer=partial(_answer, own, actors, evaluators.generators),
+        len(generators.replicas),
+        bring=bring,
+        answer=partial(_answer, own, actors, generators),
         record=log.evaluation,
         note=log.note,
         last=max(evaluated, default=-1),

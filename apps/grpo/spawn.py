@@ -159,7 +159,7 @@ async def spawn_actors(
             return lasting(cluster.spawn, cfg.failure_policy(role), note, others)
 
         replicas = [tasks.create_task(start(index, guard)) for index, guard in enumerate(guards)]
-        evaluators = tasks.create_task(start_evaluators(cfg, cluster, spec, generator, tokenizer, ends, QUIET))
+        evaluators = tasks.create_task(start_evaluators(cfg, cluster, spec, generator, tokenizer, ends, QUIET, note))
         replay = tasks.create_task(_start_replay(cfg, again("replay"), model, log))
         rewards = tasks.create_task(_start_reward(cfg, again("reward"), reward))
         scorer = again("reward_model")
@@ -170,7 +170,7 @@ async def spawn_actors(
             if cfg.loss.needs_reference
             else None
         )
-    generators = Generators([task.result() for task in replicas], turns)
+    generators, tested = Generators([task.result() for task in replicas], turns), evaluators.result()
     sync = WeightSync(trainer.result(), generators.replicas, _patient(cfg))
     await sync.connect()
     if log.resumed is not None:
@@ -189,9 +189,9 @@ async def spawn_actors(
         trainer=trainer.result(),
         sync=sync,
         num_rollouts=num_slots(cfg.replay.max_staleness, cfg.grpo.groups_per_step, cfg.replay.window),
-        guards=[training, *guards, *others],
+        guards=[training, *guards, *others, *(tested.guards if tested else [])],
         trainer_guard=training,
-        evaluators=evaluators.result(),
+        evaluators=tested,
     )
 
 

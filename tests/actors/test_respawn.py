@@ -201,6 +201,24 @@ def test_a_failed_call_is_news_of_a_death_and_other_errors_are_none() -> None:
     run(2, body)
 
 
+def test_who_wants_all_replicas_waits_for_the_successor_of_a_dead_one_or_for_its_end() -> None:
+    async def scenario(scene: Scene) -> None:
+        await scene.generators.complete()
+        for back in (True, False):
+            scene.kill(1)
+            waiting = asyncio.create_task(scene.generators.complete())
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            if back:
+                scene.replicas[1] = scene.replica("generator_1", Engine())
+                scene.generators.add(scene.replicas[1])
+            else:
+                scene.generators.give_up("generator_1")
+            await waiting
+
+    run(2, scenario)
+
+
 def test_a_call_that_every_replica_dies_under_is_given_up() -> None:
     async def body(scene: Scene) -> None:
         asking = await begin(scene)

@@ -230,6 +230,9 @@ def test_what_cannot_work_is_one_clear_line_and_exit_code_2(
     assert len(said.strip().splitlines()) == 1, said
 
 
+ROLES = ("trainer", "generator", "evaluator", "replay", "reward", "reference", "reward_model", "environment")
+
+
 @pytest.mark.parametrize(
     ("options", "ending"),
     [
@@ -240,13 +243,12 @@ def test_what_cannot_work_is_one_clear_line_and_exit_code_2(
         ("--run.checkpoint_every=0 --mesh.trainer.on_failure=respawn", set()),
         ("--loss.token_advantages=gae --mesh.critic.procs=1", {"trainer"}),
         ("--mesh.colocate", {"trainer", "generator"}),
-        ("--mesh.debug", {"trainer", "generator", "replay", "reward", "reference", "reward_model", "environment"}),
+        ("--mesh.debug", set(ROLES)),
     ],
 )
 def test_who_dies_is_respawned_where_the_other_options_let_it(options: str, ending: set[str]) -> None:
     cfg = config.parse(AppConfig, [*NANO, *options.split()], default_config=DEFAULT_PRESET, prog="", description="")
-    roles = ("trainer", "generator", "replay", "reward", "reference", "reward_model", "environment")
-    policies = {role: cfg.failure_policy(role).on_failure for role in roles}
+    policies = {role: cfg.failure_policy(role).on_failure for role in ROLES}
     assert {role for role, policy in policies.items() if policy == "end"} == ending
     assert set(policies.values()) <= {"end", "respawn"}
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from app_run import RERUN, AppRun, check_recording
 
+from forge.metrics import Row, read_rows
+
 
 @pytest.mark.soak
 def test_a_run_whose_generator_is_stopped_and_whose_rewards_are_killed_goes_on_and_ends_as_it_should(
@@ -37,6 +39,31 @@ def test_a_run_whose_generator_is_stopped_and_whose_rewards_are_killed_goes_on_a
     assert [row["step"] for row in numbers] == list(range(1, len(numbers) + 1))
     assert max(row["staleness/max"] for row in numbers) <= 1
     assert sum(row["episodes/dropped"] for row in numbers) == 0
+    assert "Traceback" not in run.output
+
+
+@pytest.mark.soak
+def test_an_evaluator_that_is_killed_is_replaced_and_evaluations_go_on(tmp_path: Path) -> None:
+    run = AppRun(tmp_path / "run", "--trainer.steps=100000", "--evaluation.every=3", "--evaluation.prompts=16")
+    results = run.folder / "evaluations.jsonl"
+
+    def evaluated() -> list[Row]:
+        return read_rows(results) if results.exists() else []
+
+    try:
+        run.wait_until(lambda: len(evaluated()) >= 2, "two evaluations", 400)
+        run.kill_actor("evaluator_0")
+        run.wait_until(lambda: "evaluator_0 serves again" in run.output, "the evaluator to be back", 400)
+        count = len(evaluated())
+        run.wait_until(lambda: len(evaluated()) > count + 1, "evaluations by its successor", 200)
+        run.press_ctrl_c()
+        assert run.finish(300) == 130, run.output
+    finally:
+        run.end()
+    steps = [row["step"] for row in run.rows()]
+    assert steps == list(range(1, len(steps) + 1))
+    versions = [int(row["step"] or 0) for row in evaluated()]
+    assert versions == sorted(set(versions))
     assert "Traceback" not in run.output
 
 
