@@ -43,6 +43,33 @@ def test_a_run_whose_generator_is_stopped_and_whose_rewards_are_killed_goes_on_a
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("transport", ["memory", "collective", "rdma"])
+def test_one_of_two_generators_is_killed_and_comes_back_while_the_run_goes_on_with_the_other(
+    tmp_path: Path, transport: str
+) -> None:
+    options = ["--mesh.generator.replicas=2", "--mesh.slots=3", f"--weightsync.transport={transport}"]
+    run = AppRun(tmp_path / "run", "--trainer.steps=100000", *options)
+    try:
+        run.wait_until(lambda: len(run.rows()) >= 3, "three steps", 400)
+        run.kill_actor("generator_1")
+        run.wait_until(lambda: "generator_1 failed" in run.output, "the news of it", 60)
+        rows = len(run.rows())
+        run.wait_until(lambda: "generator_1 serves again" in run.output, "it to be back", 400)
+        assert len(run.rows()) > rows + 3, "the other one fed the trainer meanwhile"
+        rows = len(run.rows())
+        run.wait_until(lambda: len(run.rows()) > rows + 5, "steps with both", 200)
+        run.press_ctrl_c()
+        assert run.finish(120) == 130, run.output
+    finally:
+        run.end()
+    numbers = run.rows()
+    assert [row["step"] for row in numbers] == list(range(1, len(numbers) + 1))
+    assert max(row["staleness/max"] for row in numbers) <= 1
+    assert sum(row["episodes/dropped"] for row in numbers) == 0
+    assert "Traceback" not in run.output
+
+
+@pytest.mark.soak
 def test_an_evaluator_that_is_killed_is_replaced_and_evaluations_go_on(tmp_path: Path) -> None:
     run = AppRun(tmp_path / "run", "--trainer.steps=100000", "--evaluation.every=3", "--evaluation.prompts=16")
     results = run.folder / "evaluations.jsonl"
