@@ -514,7 +514,7 @@ class Generators:
         self._calls: dict[str, _Call] = {}
         self._away: dict[str, str] = {}
         self._patience_s = _ANSWER_S
-        self._came = asyncio.Event()
+        self._came, self._ended = asyncio.Event(), asyncio.Event()
 
     def add(self, replica: Replica) -> None:
         """From now on it takes requests: it is to hold the current version."""
@@ -531,6 +531,14 @@ class Generators:
         if replica in self.replicas:
             self.replicas.remove(replica)
             self.router.lose(replica.name)
+
+    async def retire(self, replica: Replica) -> None:
+        """It takes no request any more; waits until those that it has have ended, there or, if it dies, elsewhere."""
+        self.replicas.remove(replica)
+        self.router.lose(replica.name)
+        while replica.running:
+            self._ended.clear()
+            await self._ended.wait()
 
     def give_up(self, name: str) -> None:
         """The replica `name`, which has died, gets no successor."""
@@ -596,6 +604,7 @@ class Generators:
             )
         finally:
             replica.running -= len(prompts)
+            self._ended.set()
 
     async def progress(self) -> list[Progress]:
         """What running calls have sampled since the last time; costs no decode step anything."""

@@ -20,7 +20,7 @@ import contextvars
 import os
 import sys
 import sysconfig
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -193,6 +193,14 @@ class Cluster:
         if Collector.current is not None and not self._debug:
             Collector.current.follow(place.name, actor)
         return actor
+
+    async def begin(self, guard: Guard) -> str:
+        """See `forge.supervision.Supervisor.begin`."""
+        return await self._supervisor.begin(guard)
+
+    async def release(self, guard: Guard, goodbye: Callable[[], Awaitable[object]]) -> None:
+        """See `forge.supervision.Supervisor.release`."""
+        await self._supervisor.release(guard, goodbye)
 
     def _this_process(self, env: Mapping[str, str]) -> ProcMesh:
         """Debug mode: actors are threads of this process, so that a debugger reaches the terminal."""

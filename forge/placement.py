@@ -37,10 +37,18 @@ class RoleConfig(FailurePolicy):
     Default: 1, except for the trainer on CPU under torchrun, which takes every slot."""
     replicas: int = 1
     """Independent copies of the role; the trainer has exactly 1."""
+    max_replicas: int | None = None
+    """Replicas that generators may grow to in a run (python -m apps.scale): their device slots are kept free. Default:
+    replicas."""
     pool: str = DEFAULT_POOL
     """Name of the pool of device slots that the role draws from; a role on host cores runs on the pool's nodes."""
     threads: int = 1
     """CPU threads of each process (OMP_NUM_THREADS)."""
+
+    @property
+    def places(self) -> int:
+        """Replicas that there is room for."""
+        return max(self.replicas, self.max_replicas or 0)
 
 
 @dataclass
@@ -240,7 +248,7 @@ def plan_placement(
         else:
             nodes = range(pool.begin // slots, (pool.end - 1) // slots + 1)
             replicas = tuple(
-                _on_cores(role, index, procs, nodes, device, role_cfg.threads) for index in range(role_cfg.replicas)
+                _on_cores(role, index, procs, nodes, device, role_cfg.threads) for index in range(role_cfg.places)
             )
         placed[role] = RolePlacement(procs, replicas)
     return Placement(device, placed)
@@ -275,6 +283,18 @@ def _check(cfg: MeshConfig, roles: Sequence[str], slots: int) -> None:
                 f"mesh.{role}.replicas must be 1, got {role_cfg.replicas}; "
                 f"raise mesh.trainer.procs to shard the {role} over more devices"
             )
+        if (most := role_cfg.max_replicas) is not None:
+            why_not = (
+                "only generators come and go"
+                if role != "generator"
+                else f"it must be >= mesh.{role}.replicas, {role_cfg.replicas}"
+                if most < role_cfg.replicas
+                else "with mesh.debug or mesh.colocate none comes or goes"
+                if cfg.debug or cfg.colocate
+                else ""
+            )
+            if why_not:
+                raise ConfigError(f"mesh.{role}.max_replicas is {most}, but {why_not}; leave it out")
         if cfg.debug and (role_cfg.procs or 1) > 1:
             raise ConfigError(
                 f"mesh.debug runs each role as one rank in the main process, but mesh.{role}.procs is "
@@ -300,14 +320,14 @@ def _make_pools(cfg: MeshConfig, total: int) -> dict[str, _Pool]:
 def _take_slots(role: str, cfg: RoleConfig, procs: int, pool: _Pool, slots: int) -> list[int]:
     """First slot of each replica; advances the pool's cursor past them."""
     size = pool.end - pool.begin
-    if procs * cfg.replicas > size:
+    if procs * cfg.places > size:
+        option = "max_replicas" if cfg.places > cfg.replicas else "replicas"
         raise ConfigError(
-            f"{role} needs {procs * cfg.replicas} device(s) (mesh.{role}.procs={procs} x "
-            f"mesh.{role}.replicas={cfg.replicas}), but pool {pool.name!r} has {size}; lower them, or raise "
-            "--nproc-per-node or mesh.slots"
+            f"{role} needs {procs * cfg.places} device(s) (mesh.{role}.procs={procs} x mesh.{role}.{option}="
+            f"{cfg.places}), but pool {pool.name!r} has {size}; lower them, or raise --nproc-per-node or mesh.slots"
         )
     starts = []
-    for _ in range(cfg.replicas):
+    for _ in range(cfg.places):
         start = _fit(role, pool.cursor, procs, slots)
         if start + procs > pool.end:
             if not pool.last_role or pool.last_role == role:
@@ -317,7 +337,7 @@ def _take_slots(role: str, cfg: RoleConfig, procs: int, pool: _Pool, slots: int)
                 )
             raise ConfigError(
                 f"{pool.last_role} and {role} would share a device: pool {pool.name!r} has {size} device(s), "
-                f"and {role} needs {procs * cfg.replicas} beside those taken; add devices, lower procs or "
+                f"and {role} needs {procs * cfg.places} beside those taken; add devices, lower procs or "
                 f"replicas of mesh.{role} or mesh.{pool.last_role}, or let trainer and generator take turns "
                 "(mesh.colocate=true)"
             )

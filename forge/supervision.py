@@ -30,6 +30,7 @@ start, before `Guard.arm`: nothing is lost then.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
@@ -131,10 +132,19 @@ class Guard:
         lost: called with the reason at once; whoever waits for the replica has to hear of it. revive: spawns another
         mesh with this guard, sets it up and gives it its work. beat: asks the mesh of now for what costs it nothing.
         """
-        self.lost, self.revive, self.beat = lost, revive, beat
+        self.enlist(lost, revive, beat)
         self.armed = self.supervisor is not None and self.policy.on_failure != "end"
         if self.armed and self.supervisor is not None:
             self.supervisor.listen(self)
+
+    def enlist(
+        self,
+        lost: Callable[[str], None],
+        revive: Callable[[], Awaitable[None]],
+        beat: Callable[[], Awaitable[object]] | None = None,
+    ) -> None:
+        """As `arm`, for a replica that has no life yet; `Supervisor.begin` gives it one."""
+        self.lost, self.revive, self.beat = lost, revive, beat
 
     def disarm(self) -> None:
         """From now on a death is the run's again, and nothing is revived."""
@@ -214,6 +224,35 @@ class Supervisor:
         else:
             self._start(self._restart(guard, reason))
         return True
+
+    async def begin(self, guard: Guard) -> str:
+        """Gives a replica its first life, in a run that goes on; why that failed, which ends nothing, or ""."""
+        guard.supervisor, guard.armed = self, True  # a death before it serves is this attempt's, whatever the policy
+        guard.attempt = attempt = self._start(_run(guard.revive))
+        try:
+            await asyncio.wait([attempt])
+        finally:
+            guard.attempt = None
+            attempt.cancel()
+        error = None if attempt.cancelled() else attempt.exception()
+        if error is None and not guard.died and not attempt.cancelled():
+            guard.armed = guard.policy.on_failure != "end"
+            self.listen(guard)
+            return ""
+        await self.release(guard)
+        return guard.died or (f"{type(error).__name__}: {error}" if error else "its start was cancelled")
+
+    async def release(self, guard: Guard, goodbye: Callable[[], Awaitable[object]] | None = None) -> None:
+        """The replica leaves the run: from here on no news of its end counts. `goodbye` comes first, if it can."""
+        guard.disarm()
+        if guard in self._all:
+            self._all.remove(guard)
+        if self._guards.pop(guard.mesh, None) is not None:
+            self._dead.add(guard.mesh)
+            if goodbye is not None:
+                with contextlib.suppress(Exception):
+                    await goodbye()
+            self._bury(guard.mesh)
 
     async def close(self) -> None:
         """Nothing is restarted any more; what is under way is cancelled."""

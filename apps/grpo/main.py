@@ -25,6 +25,7 @@ from actors.trainer import StepResult
 from apps.grpo.command_line import start
 from apps.grpo.config import AppConfig, plan_run
 from apps.grpo.evaluation import make_evaluations
+from apps.grpo.fleet import WISH
 from apps.grpo.recovery import Recovery
 from apps.grpo.spawn import Actors, spawn_actors, tokens_event
 from forge import config
@@ -173,6 +174,12 @@ async def evaluation_loop(run: Run) -> None:
         await run.evaluations.run()
 
 
+async def scaling_loop(run: Run) -> None:
+    """Waits for `python -m apps.scale`; generators come and go, and nobody waits for that."""
+    if run.actors.fleet is not None:
+        await run.actors.fleet.follow(run.log.folder.absolute / WISH)
+
+
 async def progress_loop(run: Run) -> None:
     """Waits for a moment; brings the tokens of unfinished episodes to the journal, for a resume."""
     while run.cfg.replay.journal:
@@ -201,12 +208,12 @@ async def train(run: Run, cluster: Cluster, stopping: Stopping) -> None:
         watchers = [tasks.create_task(cluster.watch()), tasks.create_task(_close_on(stopping, run))]
         rollouts = [tasks.create_task(rollout_loop(run)) for _ in range(actors.num_rollouts)]
         weights, progress = tasks.create_task(weight_loop(run)), tasks.create_task(progress_loop(run))
-        evaluation = tasks.create_task(evaluation_loop(run))
+        evaluation, scaling = tasks.create_task(evaluation_loop(run)), tasks.create_task(scaling_loop(run))
         await train_loop(run)
         if run.log.checkpoint is not None:
             run.log.note("writing the checkpoint")
             await actors.trainer.save(str(run.log.checkpoint), actors.model)
-        for task in (*rollouts, progress, evaluation):
+        for task in (*rollouts, progress, evaluation, scaling):
             task.cancel()
         await weights
         if run.ended is not None:

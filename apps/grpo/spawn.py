@@ -30,9 +30,9 @@ from actors.turns import Turns
 from actors.value_model import check_vocabulary
 from apps.grpo.config import AppConfig
 from apps.grpo.evaluation import Evaluators, start_evaluators
+from apps.grpo.fleet import Fleet
 from apps.grpo.models import resolve_model
 from forge.data import DataConfig, PromptStream, load_task, make_encoder
-from forge.errors import WeightSyncError
 from forge.lasting import Spawn, lasting
 from forge.run_log import RunLog
 from forge.supervision import Guard
@@ -66,6 +66,10 @@ class Meshes(Protocol):
 
     async def spawn(self, role: str, actor_class: type[Any], *args: Any, **kwargs: Any) -> Any: ...
 
+    async def begin(self, guard: Guard) -> str: ...
+
+    async def release(self, guard: Guard, goodbye: Callable[[], Awaitable[object]]) -> None: ...
+
 
 @dataclass
 class Actors:
@@ -82,25 +86,31 @@ class Actors:
     sync: WeightSync
     num_rollouts: int
     guards: list[Guard] = field(default_factory=list)
-    """Of the replicas that are respawned when they die."""
+    """Of the replicas that are respawned when they die, generators excepted."""
+    fleet: Fleet | None = None
+    """The generators as those that come, go and die."""
     trainer_guard: Guard | None = None
     """The trainer's, which is armed with the loops (`apps/grpo/recovery.py`)."""
     _told: Counter[str] = field(default_factory=Counter)
 
     def restarts(self) -> dict[str, int]:
         """Restarts since this was asked last, as `extra/restarts/<role>`; see `forge.metrics.Meter.include`."""
-        now = Counter({f"extra/restarts/{guard.role}": 0 for guard in self.guards if guard.armed})
-        for guard in self.guards:
+        guards = self._all_guards()
+        now = Counter({f"extra/restarts/{guard.role}": 0 for guard in guards if guard.armed})
+        for guard in guards:
             now[f"extra/restarts/{guard.role}"] += guard.restarts
         new = {key: now[key] - self._told[key] for key in now}
         self._told = now
         return new
 
+    def _all_guards(self) -> list[Guard]:
+        return [*self.guards, *(self.fleet.guards if self.fleet else [])]
+
     evaluators: Evaluators | None = None
 
     async def shut_down(self) -> dict[str, int]:
         """Lets engines and reward workers end by themselves; returns the generators' peak memory, in bytes."""
-        for guard in self.guards:
+        for guard in self._all_guards():
             guard.disarm()
         memory = await self.generators.peak_memory()
         await self.generators.shutdown()
@@ -152,7 +162,7 @@ async def spawn_actors(
         ends = sorted({*stop_ids(tokenizer, model), *stop})
         start = partial(_start_generator, cfg, cluster, spec, generator, ends, first.token_ids, turns, trainer)
         policy = cfg.failure_policy("generator")
-        guards = [Guard(policy, note) for _ in range(cluster.replicas("generator"))]
+        guards = [Guard(policy, note) for _ in range(cfg.mesh.generator.replicas)]
         others: list[Guard] = []
 
         def again(role: str) -> Spawn:
@@ -176,8 +186,9 @@ async def spawn_actors(
     if log.resumed is not None:
         note(f"bringing the generators to version {log.resumed.version}")
         await sync.start_at(log.resumed.version)
+    fleet = Fleet(cluster, start, generators, sync, policy, note, cfg.mesh.generator.places)
     for index, guard in enumerate(guards):
-        guard_replica(guard, generators.replicas[index], partial(start, index, guard), generators, sync)
+        fleet.take(index, guard, generators.replicas[index])
     return Actors(
         model=model,
         decode=make_decoder(tokenizer),
@@ -189,7 +200,8 @@ async def spawn_actors(
         trainer=trainer.result(),
         sync=sync,
         num_rollouts=num_slots(cfg.replay.max_staleness, cfg.grpo.groups_per_step, cfg.replay.window),
-        guards=[training, *guards, *others, *(tested.guards if tested else [])],
+        guards=[training, *others, *(tested.guards if tested else [])],
+        fleet=fleet,
         trainer_guard=training,
         evaluators=tested,
     )
@@ -337,26 +349,6 @@ async def _start_generator(
     if turns is not None:
         turns.add(replica)
     return replica
-
-
-def guard_replica(
-    guard: Guard, replica: Replica, start: Callable[[], Awaitable[Replica]], generators: Generators, sync: WeightSync
-) -> None:
-    """When `replica` dies, `start` gives another, which takes requests as soon as it holds the newest version."""
-
-    def lost(reason: str) -> None:
-        generators.lose(replica, reason)
-        sync.leave(replica)
-
-    async def revive() -> None:
-        nonlocal replica
-        if sync.ended:
-            raise WeightSyncError(f"{replica.name} cannot join: the weight loop has ended")
-        replica = await start()
-        await sync.join(replica)
-        generators.add(replica)
-
-    guard.arm(lost, revive, lambda: replica.ask(replica.mesh.beat.call_one()))
 
 
 async def _start_reward(cfg: AppConfig, spawn: Spawn, own: Rewards | None) -> Rewards:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from forge.errors import ConfigError
 from forge.mesh import Cluster
 from forge.placement import Placement, RolePlacement
+from forge.supervision import Guard
 
 
 def side_by_side(plans: Mapping[str, Placement]) -> Placement:
@@ -51,6 +52,14 @@ class Part:
     def same_host(self, *roles: str) -> bool:
         """See `Cluster.same_host`."""
         return self.cluster.same_host(*(f"{self.policy}_{role}" for role in roles))
+
+    async def begin(self, guard: Guard) -> str:
+        """See `Cluster.begin`."""
+        return await self.cluster.begin(guard)
+
+    async def release(self, guard: Guard, goodbye: Callable[[], Awaitable[object]]) -> None:
+        """See `Cluster.release`."""
+        await self.cluster.release(guard, goodbye)
 
     async def spawn(self, role: str, actor_class: type[Any], *args: Any, **kwargs: Any) -> Any:
         """See `Cluster.spawn`."""

@@ -6,20 +6,22 @@ Stand-ins for engines, which die when a test says so, behind the real routing an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from actors.generator import GeneratorConfig, Generators, Progress, Replica
 from actors.vllm_engine import Completion
-from apps.grpo.spawn import guard_replica
+from apps.grpo.fleet import Fleet
 from forge.errors import ActorFailed, DeadlineExceeded
-from forge.supervision import FailurePolicy, Guard
+from forge.supervision import FailurePolicy, Guard, Supervisor
 from weightsync.config import WeightSyncConfig
 from weightsync.sync import WeightSync
 
 DEADLINE_S = 30.0
+POLICY = FailurePolicy(on_failure="respawn")
 LENGTH = 6
 CONFIG = GeneratorConfig(max_new_tokens=LENGTH, max_num_seqs=4, start_timeout_s=0.1)
 
@@ -47,6 +49,7 @@ class Engine:
         self.told: dict[str, list[int]] = {}
         self.ticked, self.broken = asyncio.Condition(), False
         self.generate, self.progress = _Endpoint(self._generate), _Endpoint(self._progress)
+        self.said_goodbye, self.shutdown = False, _Endpoint(self._shutdown)
         self.connect, self.stage, self.flip = (_Endpoint(c) for c in (self._connect, self._stage, self._flip))
         self.stages = asyncio.Event()
         self.stages.set()
@@ -89,6 +92,9 @@ class Engine:
             self.told[name] = [len(part.token_ids) for part in whole]
         return parts
 
+    async def _shutdown(self) -> None:
+        self.said_goodbye = True
+
     async def _connect(self, endpoint: Any, peer: str) -> list[dict[str, Any]]:
         return [{}]
 
@@ -120,6 +126,61 @@ class Scene:
         return await self.generators.generate([[3, 4]] * len(seeds), seeds, request_id=name)
 
 
+class Cluster:
+    """Begins and ends replicas as `forge.mesh.Cluster` does, without processes."""
+
+    def __init__(self) -> None:
+        self.buried, self.ended = list[str](), list[str]()
+        self.supervisor = Supervisor(self.buried.append, lambda name, why: self.ended.append(f"{name}: {why}"))
+
+    def bind(self, guard: Guard, name: str) -> None:
+        guard.bind("generator", name, lambda mesh, reason: None)
+        self.supervisor.watch(guard)
+
+    async def begin(self, guard: Guard) -> str:
+        return await self.supervisor.begin(guard)
+
+    async def release(self, guard: Guard, goodbye: Callable[[], Awaitable[object]]) -> None:
+        await self.supervisor.release(guard, goodbye)
+
+
+class Scaled:
+    """A run with a fleet of three places, which begins with one replica."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene, self.cluster, self.notes = scene, Cluster(), list[str]()
+        self.source, self.failing = Source(), list[Exception]()
+        self.sync = WeightSync(self.source, scene.replicas, WeightSyncConfig())
+        policy = FailurePolicy(heartbeat_s=0)
+        self.fleet = Fleet(self.cluster, self.start, scene.generators, self.sync, policy, self.notes.append, 3)
+        guard = Guard(policy)
+        self.cluster.bind(guard, "generator_0")
+        self.fleet.take(0, guard, scene.replicas[0])
+
+    async def start(self, index: int, guard: Guard) -> Replica:
+        self.cluster.bind(guard, f"generator_{index}")
+        if self.failing:
+            raise self.failing.pop()
+        self.scene.engines.append(Engine())
+        return self.scene.replica(f"generator_{index}", self.scene.engines[-1])
+
+    async def __aenter__(self) -> Scaled:
+        async def on_applied(update: Any) -> None:
+            pass
+
+        await self.sync.connect()
+        self.loop = asyncio.create_task(self.sync.run(on_applied))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.sync.close()
+        await self.loop
+        await self.cluster.supervisor.close()
+
+    def serving(self) -> list[str]:
+        return sorted(replica.name for replica in self.scene.generators.replicas)
+
+
 def run(count: int, body: Callable[[Scene], Any]) -> None:
     async def main() -> None:
         async with asyncio.timeout(DEADLINE_S):
@@ -130,6 +191,11 @@ def run(count: int, body: Callable[[Scene], Any]) -> None:
 
 def check(completions: Sequence[Completion], seeds: Sequence[int] = (1, 2)) -> None:
     assert [c.token_ids for c in completions] == [[token(seed, i) for i in range(LENGTH)] for seed in seeds]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():  # noqa: ASYNC110 - the condition is anything
+        await asyncio.sleep(0.05)
 
 
 async def begin(scene: Scene) -> asyncio.Task[list[Completion]]:
@@ -277,12 +343,12 @@ def test_a_dead_replica_holds_no_update_up_and_comes_back_at_the_newest_version_
 
         second = Engine()
 
-        async def start() -> Replica:
+        async def start(index: int, guard: Guard) -> Replica:
             return scene.replica("generator_0", second)
 
-        guard = Guard(FailurePolicy(on_failure="respawn"))
+        guard = Guard(POLICY)
         guard.bind("generator", "generator_0", lambda mesh, reason: None)
-        guard_replica(guard, scene.replicas[0], start, scene.generators, sync)
+        Fleet(Cluster(), start, scene.generators, sync, POLICY, print, 2).take(0, guard, scene.replicas[0])
         await sync.connect()
         loop = asyncio.create_task(sync.run(on_applied))
         scene.engines[0].stages.clear()
@@ -312,6 +378,94 @@ def test_a_dead_replica_holds_no_update_up_and_comes_back_at_the_newest_version_
     run(2, body)
 
 
+def test_replicas_come_at_the_newest_version_and_one_that_leaves_ends_its_requests_first() -> None:
+    async def body(scene: Scene) -> None:
+        async with Scaled(scene) as run:
+            await run.sync.publish(3)
+            await run.fleet.scale(5)  # of three places
+            assert run.serving() == ["generator_0", "generator_1", "generator_2"]
+            assert [engine.version for engine in scene.engines] == [3, 3, 3]
+            asking = [asyncio.create_task(scene.ask(name)) for name in "567"]
+            await asyncio.sleep(0.01)
+            leaving = asyncio.create_task(run.fleet.scale(1))
+            await asyncio.sleep(0.01)
+            assert run.serving() == ["generator_0", "generator_1"], "one after the other, the last one first"
+            await run.sync.publish(4)
+            await asyncio.sleep(0.01)
+            assert scene.engines[2].version == 4, "its requests see new weights as long as they run"
+            for engine in scene.engines:
+                await engine.tick(LENGTH)
+            for call in asking:
+                check(await call)
+            await leaving
+            assert run.serving() == ["generator_0"]
+            assert run.cluster.buried == ["generator_2", "generator_1"]
+            assert all(engine.said_goodbye for engine in scene.engines[1:])
+            assert run.cluster.supervisor.takes("generator_2", "its processes have ended"), "which is no failure"
+            await run.fleet.scale(2)  # under another name for its mesh
+            assert run.fleet.guards[-1].mesh == "generator_1_life1"
+            await run.sync.publish(5)
+            await asyncio.sleep(0.01)
+            assert [scene.engines[i].version for i in (0, 3)] == [5, 5]
+            assert not run.cluster.ended
+
+    run(1, body)
+
+
+def test_one_that_cannot_start_or_dies_while_it_starts_is_told_of_and_ends_nothing() -> None:
+    async def body(scene: Scene) -> None:
+        async with Scaled(scene) as run:
+            run.failing.append(ValueError("no memory for an engine"))
+            await run.fleet.scale(3)
+            assert run.serving() == ["generator_0"]
+            assert run.fleet.size == 1
+            assert "generator_1 could not start" in run.notes[-1]
+            assert "no memory for an engine" in run.notes[-1]
+            assert run.cluster.buried == ["generator_1"]
+            assert run.cluster.supervisor.takes("generator_1", "its processes have ended")
+            await run.fleet.scale(2)
+            assert run.serving() == ["generator_0", "generator_1"]
+            assert not run.cluster.ended
+
+    run(1, body)
+
+
+def test_one_that_dies_while_it_leaves_is_gone_and_its_requests_are_answered_elsewhere() -> None:
+    async def body(scene: Scene) -> None:
+        async with Scaled(scene) as run:
+            await run.fleet.scale(2)
+            asking = [asyncio.create_task(scene.ask(name)) for name in "56"]
+            await asyncio.sleep(0.01)
+            leaving = asyncio.create_task(run.fleet.scale(1))
+            await asyncio.sleep(0.01)
+            assert run.cluster.supervisor.takes("generator_1", "killed")
+            await asyncio.sleep(0.01)
+            await scene.engines[0].tick(LENGTH)
+            for call in asking:
+                check(await call)
+            await leaving
+            assert run.serving() == ["generator_0"]
+            assert run.fleet.size == 1
+            assert not run.cluster.ended
+
+    run(1, body)
+
+
+def test_what_is_wished_for_in_the_run_folder_is_done_once(tmp_path: Path) -> None:
+    async def body(scene: Scene) -> None:
+        async with Scaled(scene) as run:
+            wish = tmp_path / "scale.json"
+            following = asyncio.create_task(run.fleet.follow(wish))
+            wish.write_text("three, please")
+            await until(lambda: run.notes)
+            assert "is not understood" in run.notes[-1]
+            wish.write_text('{"generators": 2}')
+            await until(lambda: len(run.serving()) == 2)
+            following.cancel()
+
+    run(1, body)
+
+
 def test_while_nobody_is_alive_versions_are_released_and_a_death_during_the_join_ends_it() -> None:
     async def body(scene: Scene) -> None:
         sync, applied = WeightSync(Source(), scene.replicas, WeightSyncConfig()), list[int]()
@@ -323,12 +477,12 @@ def test_while_nobody_is_alive_versions_are_released_and_a_death_during_the_join
         second.stages.clear()
         lives = iter((second, third))
 
-        async def start() -> Replica:
+        async def start(index: int, guard: Guard) -> Replica:
             return scene.replica("generator_0", next(lives))
 
-        guard = Guard(FailurePolicy(on_failure="respawn"))
+        guard = Guard(POLICY)
         guard.bind("generator", "generator_0", lambda mesh, reason: None)
-        guard_replica(guard, scene.replicas[0], start, scene.generators, sync)
+        Fleet(Cluster(), start, scene.generators, sync, POLICY, print, 2).take(0, guard, scene.replicas[0])
         await sync.connect()
         loop = asyncio.create_task(sync.run(on_applied))
         guard.lost("killed by a test")

@@ -139,7 +139,7 @@ def test_a_death_during_a_restart_counts_and_a_crash_loop_ends_the_run_with_the_
 
 def test_what_is_not_armed_or_has_the_policy_end_is_not_taken() -> None:
     async def main() -> None:
-        ward = Ward(FailurePolicy())
+        ward = Ward(FailurePolicy(on_failure="end"))
         assert not ward.supervisor.takes("generator_0", "killed")
         assert ward.guard.reporter() is None
         for begun in (False, True):
@@ -194,7 +194,7 @@ def run(hosts: Hosts, body: Callable[[Cluster], Awaitable[None]]) -> None:
 def test_a_call_that_a_life_cannot_answer_goes_to_the_next_which_is_set_up_first(hosts: Hosts) -> None:
     async def body(cluster: Cluster) -> None:
         guards, told = list[Guard](), list[str]()
-        assert lasting(cluster.spawn, FailurePolicy(), told.append, guards) == cluster.spawn
+        assert lasting(cluster.spawn, FailurePolicy(on_failure="end"), told.append, guards) == cluster.spawn
         mesh = await lasting(cluster.spawn, RESPAWN, told.append, guards)("judge", Probe)
         pids = list[int]()
 
