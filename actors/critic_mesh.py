@@ -9,7 +9,7 @@ The critic has as many ranks as the trainer: rank r of either works on shard r o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,22 +117,43 @@ class CriticActor(RankActor):
 class TrainerWithCritic(TrainerMesh):
     """The ranks of the trainer and those of its critic, as one trainer."""
 
-    def __init__(self, critic: Any, *args: Any, **kwargs: Any) -> None:
-        """`critic` is the mesh of CriticActors; all else is TrainerMesh's."""
+    def __init__(self, spawn_critic: Callable[[], Awaitable[Any]], *args: Any, **kwargs: Any) -> None:
+        """`spawn_critic` gives the mesh of CriticActors, which lives and dies with the trainer; all else is
+        TrainerMesh's."""
         super().__init__(*args, **kwargs)
-        self._critic = critic
+        self._spawn_critic = spawn_critic
+        self._critic: Any = None
+
+    async def start(self) -> None:
+        self._critic = await self._spawn_critic()
+
+    async def respawn(self) -> TrainerMesh:
+        other = await super().respawn()
+        assert isinstance(other, TrainerWithCritic)
+        await other.start()
+        return other
+
+    def succeed(self, successor: TrainerMesh) -> None:
+        super().succeed(successor)
+        assert isinstance(successor, TrainerWithCritic)
+        self._critic = successor._critic
+
+    async def beat(self) -> None:
+        """All ranks of both answer."""
+        await asyncio.gather(super().beat(), self._critic.beat.call())
 
     async def setup(self) -> None:
         """Loads both models."""
-        await asyncio.gather(super().setup(), set_up(self._critic, self.world, self._config.start_timeout_s, "critic"))
+        call = self._ask(set_up(self._critic, self.world, self._config.start_timeout_s, "critic"))
+        await asyncio.gather(super().setup(), call)
 
     async def step(self, shards: Sequence[Any]) -> StepResult:
         """Values first, then one step of both. Memory is the sum over the ranks of both."""
         limit = self._config.step_timeout_s
-        answers = await within(limit, "the critic's values", self._critic.values.call(shards))
+        answers = await within(limit, "the critic's values", self._ask(self._critic.values.call(shards)))
         handles = [handle for _, handle in sorted(answers, key=lambda answer: answer[0].rank)]
         valued = [handle for handle in handles if handle is not None]
-        call = within(limit, "the critic's step", self._critic.step.call())
+        call = within(limit, "the critic's step", self._ask(self._critic.step.call()))
         result, learned = await asyncio.gather(super().step(valued), call)
         steps = [step for _, step in learned]
         memory = result.peak_rss_bytes + sum(peak for _, peak in steps)
@@ -142,22 +163,26 @@ class TrainerWithCritic(TrainerMesh):
         """Both as Hugging Face checkpoints, the critic beside the policy."""
         place = str(beside(folder))
         call = within(
-            self._config.step_timeout_s, f"the checkpoint {place} to be written", self._critic.save.call(place)
+            self._config.step_timeout_s,
+            f"the checkpoint {place} to be written",
+            self._ask(self._critic.save.call(place)),
         )
         await asyncio.gather(super().save(folder, source), call)
 
     async def stage_state(self, folder: str) -> None:
         place = str(beside(folder))
         limit, what = self._config.step_timeout_s, f"the critic's state to be copied for {place}"
-        await asyncio.gather(super().stage_state(folder), within(limit, what, self._critic.stage_state.call(place)))
+        call = within(limit, what, self._ask(self._critic.stage_state.call(place)))
+        await asyncio.gather(super().stage_state(folder), call)
 
     async def wait_state(self) -> None:
         limit = self._config.step_timeout_s
-        call = within(limit, "the critic's state to be written", self._critic.wait_state.call(limit))
+        call = within(limit, "the critic's state to be written", self._ask(self._critic.wait_state.call(limit)))
         await asyncio.gather(super().wait_state(), call)
 
     async def load_state(self, folder: str) -> int:
         place = str(beside(folder))
-        call = within(self._config.start_timeout_s, f"the critic to load {place}", self._critic.load_state.call(place))
+        load = self._ask(self._critic.load_state.call(place))
+        call = within(self._config.start_timeout_s, f"the critic to load {place}", load)
         version, _ = await asyncio.gather(super().load_state(folder), call)
         return version

@@ -158,6 +158,9 @@ class TrainerMesh:
         self.num_shards = world // config.tensor_parallel
         self._offered = _NOTHING_OFFERED
 
+    async def start(self) -> None:
+        """What has to be there beside the mesh that it was made with."""
+
     @property
     def lost(self) -> bool:
         """Whether it has died, and another mesh is to take its place."""

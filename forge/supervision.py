@@ -110,6 +110,8 @@ class Guard:
         """told: gets a line when the replica fails, and one when it serves again."""
         self.policy, self.told, self.budget = policy, told, Budget(policy)
         self.role = self.name = self.mesh = ""
+        self.meshes: list[str] = []
+        """Its own one, and those of the roles that live and die with it."""
         self.life = 0
         """How many meshes it had before this one."""
         self.restarts = 0
@@ -159,10 +161,16 @@ class Guard:
         return partial(self._fail, self.mesh)
 
     def bind(self, role: str, name: str, fail: Callable[[str, str], None]) -> str:
-        """The name of the mesh of this life of the replica `name`; its death is told to `fail`."""
-        self.role, self.name, self._fail = role, name, fail
-        self.mesh = f"{name}_life{self.life}" if self.life else name
-        return self.mesh
+        """The name of the mesh of this life of the replica `name`; its death is told to `fail`.
+
+        The first name is the replica's own. What is bound beside it, a trainer's critic, lives and dies with it.
+        """
+        mesh = f"{name}_life{self.life}" if self.life else name
+        if name == self.name or not self.name:
+            self.role, self.name, self._fail = role, name, fail
+            self.mesh, self.meshes = mesh, []
+        self.meshes.append(mesh)
+        return mesh
 
 
 class Supervisor:
@@ -180,8 +188,8 @@ class Supervisor:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def watch(self, guard: Guard) -> None:
-        """The death of the guard's mesh is the guard's, once it is armed."""
-        self._guards[guard.mesh] = guard
+        """The death of the guard's meshes is the guard's, once it is armed."""
+        self._guards |= dict.fromkeys(guard.meshes, guard)
         if guard not in self._all:
             self._all.append(guard)
         guard.supervisor = self
@@ -215,9 +223,12 @@ class Supervisor:
         guard = self._guards.get(mesh)
         if guard is None or not guard.armed:
             return False
-        self._dead.add(self._guards.pop(mesh).mesh)
+        if mesh != guard.mesh:
+            reason = f"its {mesh} failed: {reason}"
+        meshes = self._forget(guard)
         guard.lost(reason)
-        self._bury(mesh)
+        for dead in meshes:
+            self._bury(dead)
         if guard.attempt is not None:
             guard.died = reason
             guard.attempt.cancel()
@@ -247,12 +258,12 @@ class Supervisor:
         guard.disarm()
         if guard in self._all:
             self._all.remove(guard)
-        if self._guards.pop(guard.mesh, None) is not None:
-            self._dead.add(guard.mesh)
+        if meshes := self._forget(guard):
             if goodbye is not None:
                 with contextlib.suppress(Exception):
                     await goodbye()
-            self._bury(guard.mesh)
+            for mesh in meshes:
+                self._bury(mesh)
 
     async def close(self) -> None:
         """Nothing is restarted any more; what is under way is cancelled."""
@@ -295,9 +306,14 @@ class Supervisor:
                 self._retire(guard, str(error))
                 return
             reason = guard.died or f"its restart failed: {type(error).__name__}: {error}"
-            if self._guards.pop(guard.mesh, None) is not None:
-                self._dead.add(guard.mesh)
-                self._bury(guard.mesh)
+            for mesh in self._forget(guard):
+                self._bury(mesh)
+
+    def _forget(self, guard: Guard) -> list[str]:
+        """The meshes of the guard that were alive; they are dead from here on."""
+        meshes = [mesh for mesh in guard.meshes if self._guards.pop(mesh, None) is not None]
+        self._dead.update(meshes)
+        return meshes
 
     def _retire(self, guard: Guard, reason: str) -> None:
         """Its node is gone, so it has no place any more: others of its role go on, or else the run ends."""

@@ -129,12 +129,6 @@ class AppConfig:
                     f"mesh.{role}.on_failure is respawn, replay.journal false: what a {role} goes on from is in the "
                     "journal; leave replay.journal true, or use end"
                 )
-        if self.mesh.trainer.on_failure == "respawn" and self.mesh.critic.procs is not None:
-            raise ConfigError(
-                f"mesh.trainer.on_failure is respawn, mesh.critic.procs {self.mesh.critic.procs}: a critic on a mesh "
-                "of its own does not go back with the trainer; leave mesh.critic.procs out, so that it shares the "
-                "trainer's processes, or use end"
-            )
         self._check_lora()
         if self.generator.keep_routes and self.trainer.compile:
             raise ConfigError(
@@ -161,7 +155,7 @@ class AppConfig:
         if role in ("trainer", "replay"):
             possible &= self.replay.journal
         if role == "trainer":  # without checkpoints it would go back to the first step
-            possible &= self.mesh.critic.procs is None and self.run.checkpoint_every > 0
+            possible &= self.run.checkpoint_every > 0
         own: FailurePolicy = getattr(mesh, role)
         return own.settled(possible=possible)
 

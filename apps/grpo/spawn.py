@@ -277,11 +277,16 @@ async def start_trainer(
 
     kind: Callable[..., TrainerMesh] = TrainerMesh
     if own:
-        kind = partial(TrainerWithCritic, await cluster.spawn("critic", CriticActor, critic, *sections, **options))
+
+        async def spawn_critic() -> Any:
+            return await cluster.spawn("critic", CriticActor, critic, *sections, **options, guard=guard)
+
+        kind = partial(TrainerWithCritic, spawn_critic)
     world, folder = options["world"], cfg.weightsync.folder or folder
     mesh, report = await spawn()
     where: dict[str, Any] = {"transport": transport, "folder": folder, "turns": turns}
     trainer = kind(mesh, cfg.trainer, world, spec.dtype, cfg.weightsync, **where, report=report, spawn=spawn)
+    await trainer.start()
     await trainer.setup()
     if state is not None:
         await trainer.load_state(str(state))

@@ -196,10 +196,6 @@ def test_a_mixture_of_experts_trains_under_recorded_routes_and_its_recording_tra
             "--mesh.trainer.on_failure=respawn --replay.journal=false",
             "mesh.trainer.on_failure is respawn, replay.journal false",
         ),
-        (
-            "--mesh.trainer.on_failure=respawn --loss.token_advantages=gae --mesh.critic.procs=1",
-            "mesh.trainer.on_failure is respawn, mesh.critic.procs 1",
-        ),
         ("--trainer.stepz=3", "trainer.stepz"),
         ("--trainer.lr=fast", "trainer.lr"),
         ("--grpo.group_size=1", "grpo.group_size must be >= 2, got 1"),
@@ -241,7 +237,6 @@ ROLES = ("trainer", "generator", "evaluator", "replay", "reward", "reference", "
         ("--replay.journal=false", {"trainer", "replay"}),
         ("--run.checkpoint_every=0", {"trainer"}),
         ("--run.checkpoint_every=0 --mesh.trainer.on_failure=respawn", set()),
-        ("--loss.token_advantages=gae --mesh.critic.procs=1", {"trainer"}),
         ("--mesh.colocate", {"trainer", "generator"}),
         ("--mesh.debug", set(ROLES)),
     ],

@@ -13,6 +13,9 @@ from app_run import RERUN, AppRun, check_recording
 from forge.metrics import Row, read_rows
 
 
+PPO = ["--algorithm=ppo", "--trainer.updates=1", "--mesh.critic.procs=1"]
+
+
 @pytest.mark.soak
 def test_a_run_whose_generator_is_stopped_and_whose_rewards_are_killed_goes_on_and_ends_as_it_should(
     tmp_path: Path,
@@ -103,6 +106,8 @@ def test_an_evaluator_that_is_killed_is_replaced_and_evaluations_go_on(tmp_path:
         ("trainer_0", 5, []),
         ("trainer_0", 2, ["--mesh.trainer.procs=2", "--weightsync.transport=collective"]),
         ("trainer_0", 2, ["--weightsync.transport=file", "--weightsync.delta", "--dtype=bfloat16"]),
+        ("trainer_0", 2, PPO),
+        ("critic_0", 2, PPO),
     ],
 )
 @pytest.mark.timeout(1800)
@@ -122,7 +127,8 @@ def test_a_run_whose_trainer_or_replay_is_killed_again_and_again_trains_as_if_no
             run.wait_until(lambda: run.process_of(role), "somebody to kill", 60)
             run.kill_actor(role)
             run.wait_until(lambda death=death: run.output.count(f"{role} failed") == death, "the news of it", 60)
-        run.wait_until(lambda: f"{role} serves again" in run.output, "it to be back", 200)
+        back = "trainer_0" if role == "critic_0" else role  # which live and die together
+        run.wait_until(lambda: f"{back} serves again" in run.output, "it to be back", 200)
         rows = len(run.rows())
         run.wait_until(lambda: len(run.rows()) > rows + 6, "steps behind all that", 200)
         run.press_ctrl_c()

@@ -120,6 +120,26 @@ def test_callers_hear_of_a_death_before_anything_else_and_news_count_once() -> N
     asyncio.run(main())
 
 
+def test_meshes_that_live_together_die_together_and_the_reason_names_the_one_that_died() -> None:
+    async def main() -> None:
+        ward = Ward(RESPAWN, well)
+        assert ward.guard.bind("critic", "critic_0", lambda mesh, reason: None) == "critic_0"
+        ward.supervisor.watch(ward.guard)
+        assert ward.supervisor.takes("critic_0", "killed")
+        assert ward.supervisor.takes("generator_0", "its processes have ended")
+        await ward.settle()
+        assert ward.events[:4] == [
+            "lost: its critic_0 failed: killed",
+            "bury generator_0",
+            "bury critic_0",
+            "generator_0 failed: its critic_0 failed: killed; it is being restarted",
+        ]
+        assert ward.guard.meshes == ["generator_0_life1"]
+        assert ward.guard.bind("critic", "critic_0", lambda mesh, reason: None) == "critic_0_life1"
+
+    asyncio.run(main())
+
+
 def test_a_death_during_a_restart_counts_and_a_crash_loop_ends_the_run_with_the_first_cause() -> None:
     async def main() -> None:
         ward = Ward(FailurePolicy(on_failure="respawn", max_restarts=2), for_ever, ill)
