@@ -12,7 +12,6 @@ from app_run import RERUN, AppRun, check_recording
 
 from forge.metrics import Row, read_rows
 
-
 PPO = ["--algorithm=ppo", "--trainer.updates=1", "--mesh.critic.procs=1"]
 
 
