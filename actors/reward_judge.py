@@ -28,17 +28,20 @@ class ChatJudge:
         pattern: str = r"-?\d+(?:\.\d+)?",
         scale: float = 0.1,
         max_tokens: int = 16,
+        temperature: float | None = 0.0,
         key_variable: str = "OPENAI_API_KEY",
     ) -> None:
         """question: with {prompt}, {completion} and {answer} of the sample. pattern: the first match in the verdict, or
-        its group 1, is the number; scale: its factor. key_variable: environment variable that holds the key. Raises
-        ConfigError for a pattern that is none.
+        its group 1, is the number; scale: its factor. temperature: None leaves it to the endpoint, which
+        the gateway of a run insists on. key_variable: environment variable that holds the key. Raises ConfigError for a
+        pattern that is none.
         """
         try:
             self._pattern = re.compile(pattern)
         except re.error as error:
             raise ConfigError(f"the judge's pattern {pattern!r} is no regular expression: {error}") from error
         self._model, self._question, self._scale, self._max_tokens = model, question, scale, max_tokens
+        self._temperature = temperature
         # The pool has the time limit; a retry of a request is within it.
         self._client = openai.AsyncOpenAI(base_url=base_url, api_key=os.environ.get(key_variable, "none"), timeout=None)
 
@@ -50,7 +53,7 @@ class ChatJudge:
         said = await self._client.chat.completions.create(
             model=self._model,
             messages=[{"role": "user", "content": text}],
-            temperature=0.0,
+            temperature=openai.omit if self._temperature is None else self._temperature,
             max_tokens=self._max_tokens,
         )
         verdict = said.choices[0].message.content or ""

@@ -21,8 +21,10 @@ from actors.gateway.config import GatewayConfig, SessionLimits
 from actors.gateway.gateway import Gateway
 from actors.gateway.server import _listener
 from actors.gateway.sessions import Session
+from actors.reward import Sample
+from actors.reward_judge import ChatJudge
 from forge.episodes import EpisodeTokens
-from forge.errors import ConfigError, EnvironmentFailed, GatewayError
+from forge.errors import ConfigError, EnvironmentFailed, GatewayError, RewardError
 
 PATIENCE_S = 30.0
 LOOK: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
@@ -80,6 +82,25 @@ async def control(gateway: Gateway, method: str, path: str, body: Any = None, to
                 return error.code, json.load(error)
 
     return await asyncio.to_thread(call)
+
+
+def test_a_judge_may_be_the_policy_behind_its_own_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with served(Talker(lambda text: "7 of 10" if "seven times six" in text else "no idea")) as gateway:
+            session = await gateway.open()
+            monkeypatch.setenv("JUDGE_KEY", session.key)
+            options: dict[str, Any] = {"temperature": None, "key_variable": "JUDGE_KEY"}
+            judge = ChatJudge(gateway.base_url, "policy", **options)
+            assert await judge.score(Sample("seven times six", "42", "42")) == pytest.approx(0.7)
+            with pytest.raises(RewardError, match="the judge policy said 'no idea'"):
+                await judge.score(Sample("seven times seven", "42", "49"))
+            await judge.close()
+            strict = ChatJudge(gateway.base_url, "policy", key_variable="JUDGE_KEY")
+            with pytest.raises(openai.BadRequestError, match="temperature"):
+                await strict.score(Sample("seven times six", "42", "42"))
+            await strict.close()
+
+    run(test())
 
 
 def test_a_conversation_is_recorded_token_by_token() -> None:
