@@ -44,7 +44,7 @@ from weightsync import transports
 from weightsync.config import WeightSyncConfig
 from weightsync.sync import WeightSync
 
-# What vLLM loads tells a user of this app nothing that is theirs to act on.
+# What vLLM and the libraries that it loads warn of is nothing for a user of this app to act on.
 QUIET = {
     "PYTHONWARNINGS": "ignore",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -91,6 +91,7 @@ class Actors:
     """The generators as those that come, go and die."""
     trainer_guard: Guard | None = None
     """The trainer's, which is armed with the loops (`apps/grpo/recovery.py`)."""
+    evaluators: Evaluators | None = None
     _told: Counter[str] = field(default_factory=Counter)
 
     def restarts(self) -> dict[str, int]:
@@ -105,8 +106,6 @@ class Actors:
 
     def _all_guards(self) -> list[Guard]:
         return [*self.guards, *(self.fleet.guards if self.fleet else [])]
-
-    evaluators: Evaluators | None = None
 
     async def shut_down(self) -> dict[str, int]:
         """Lets engines and reward workers end by themselves; returns the generators' peak memory, in bytes."""
