@@ -102,6 +102,12 @@ class _Joining:
 
 
 @dataclass
+class _Departing:
+    sink: Sink
+    left: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+@dataclass
 class _Visit:
     sinks: Sequence[Sink]
     brought: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -111,8 +117,8 @@ class WeightSync:
     """Publishes versions of one source to several sinks.
 
     Call order: `connect` once, then `publish` from the train loop and `run` as a task of its own; `join` brings in a
-    replica that comes later, `visit` replicas that keep a version until their next visit; `lose_source` and
-    `reconnect` where the source dies and comes back. Every wait ends at `config.deadline_s`.
+    replica that comes later, `depart` lets one go, `visit` replicas that keep a version until their next visit;
+    `lose_source` and `reconnect` where the source dies and comes back. Every wait ends at `config.deadline_s`.
     """
 
     def __init__(self, source: Source, sinks: Sequence[Sink], config: WeightSyncConfig | None = None) -> None:
@@ -122,6 +128,7 @@ class WeightSync:
         self._joining: list[_Joining] = []
         self._visits: list[_Visit] = []
         self._visitors: dict[str, _Replica] = {}
+        self._departing: list[_Departing] = []
         self._source_lost = False
         self._reconnecting: asyncio.Future[None] | None = None
         self._endpoint: Endpoint | None = None
@@ -235,6 +242,16 @@ class WeightSync:
         self._wake.set()
         await self._reconnecting
 
+    async def depart(self, sink: Sink) -> None:
+        """Forgets a replica that lives, between two updates; waits for the one that runs."""
+        if self.ended:
+            self.leave(sink)
+            return
+        departing = _Departing(sink)
+        self._departing.append(departing)
+        self._wake.set()
+        await departing.left
+
     def leave(self, sink: Sink) -> None:
         """Forgets a replica that has died: no update waits for it, and what goes wrong with it fails none."""
         for replica in self._replicas:
@@ -253,6 +270,7 @@ class WeightSync:
                 if self._closed:
                     return
                 self._wake.clear()
+                self._let_depart()
                 await self._meet_again()
                 await self._admit()
                 if self._newest is not None:
@@ -264,6 +282,7 @@ class WeightSync:
                 await self._receive()
         finally:
             self._ended = True
+            self._let_depart()
             if self._reconnecting is not None and not self._reconnecting.done():
                 text = "the trainer cannot come back to its generators: the weight loop has ended"
                 self._reconnecting.set_exception(WeightSyncError(text))
@@ -273,6 +292,13 @@ class WeightSync:
                     joining.joined.set_exception(WeightSyncError(text))
             for visit in self._visits:
                 visit.brought.cancel()
+
+    def _let_depart(self) -> None:
+        while self._departing:
+            departing = self._departing.pop()
+            self.leave(departing.sink)
+            if not departing.left.done():
+                departing.left.set_result(None)
 
     async def _update(self, newest: _Snapshot) -> None:
         """Brings every replica that is behind to `newest`; a failure is raised, or leaves it behind for a retry."""
@@ -405,7 +431,8 @@ class WeightSync:
                 return
             try:
                 for sink in visit.sinks:
-                    if sink.name not in self._visitors:
+                    known = self._visitors.get(sink.name)
+                    if known is None or known.sink is not sink:  # the name may be that of one that died
                         await self._meet(replica := _Replica(sink))
                         self._visitors[sink.name] = replica
                 newest = self._newest

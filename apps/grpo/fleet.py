@@ -141,7 +141,7 @@ class Fleet:
 
         async def goodbye() -> None:
             if replica is not None:
-                self.sync.leave(replica)
+                await self.sync.depart(replica)
                 await within(_ENDS_S, f"{member.name} to end", replica.ask(replica.mesh.shutdown.call_one()))
 
         await self._meshes.release(member.guard, goodbye)

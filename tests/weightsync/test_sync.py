@@ -447,6 +447,49 @@ def test_visitors_get_the_newest_version_all_the_same_one_and_keep_it_while_the_
     run(scenario)
 
 
+def test_a_visitor_by_the_name_of_one_that_died_is_another_one() -> None:
+    async def scenario() -> None:
+        trainer = FakeTrainer()
+        dead, successor = FakeReplica(trainer, "evaluator_0"), FakeReplica(trainer, "evaluator_0")
+        async with Running(trainer, [FakeReplica(trainer)]) as running:
+            await running.sync.publish(1)
+            assert await running.sync.visit([dead]) == 1
+            dead.failing = [ActorFailed("evaluator_0", "killed")] * 9
+            await running.sync.publish(2)
+            with pytest.raises(ActorFailed, match="killed"):
+                await running.sync.visit([dead])
+            assert await running.sync.visit([successor]) == 2
+        assert successor.applied == [0, 2]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("closing", [False, True])
+def test_who_departs_goes_between_two_updates_and_the_next_one_is_without_it(closing: bool) -> None:
+    async def scenario() -> None:
+        trainer = FakeTrainer()
+        staying, leaving = FakeReplica(trainer), FakeReplica(trainer, "generator_1")
+        async with Running(trainer, [staying, leaving]) as running:
+            leaving.may_go_on.clear()
+            await running.sync.publish(1)
+            await turns(9)
+            departing = asyncio.create_task(running.sync.depart(leaving))
+            await turns(9)
+            assert not departing.done(), "it reads"
+            if closing:
+                running.sync.close()
+            leaving.may_go_on.set()
+            await departing
+            assert leaving.applied == [0, 1]
+            if not closing:
+                await running.sync.publish(2)
+                await staying.until(2)
+        assert leaving.applied == [0, 1]
+        await running.sync.depart(staying)  # nobody to wait for
+
+    run(scenario)
+
+
 def test_nobody_waits_for_visitors_and_one_that_fails_harms_nobody() -> None:
     async def scenario() -> None:
         trainer = FakeTrainer()
