@@ -52,11 +52,7 @@ def check_permutation(folder: Path, steps: int) -> None:
     assert sorted(trained + waiting) == sorted(prompt.epoch * 1000 + prompt.id for prompt in drawn)
 
 
-def test_a_run_that_is_killed_again_and_again_trains_each_prompt_once(tmp_path: Path) -> None:
-    crash(tmp_path, kills=4, seed=0)
-
-
 @pytest.mark.soak
-@pytest.mark.parametrize("seed", range(1, 6))
+@pytest.mark.parametrize("seed", range(6))
 def test_ten_random_kills(tmp_path: Path, seed: int) -> None:
     crash(tmp_path, kills=10, seed=seed)
