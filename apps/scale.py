@@ -23,9 +23,12 @@ from forge.errors import ConfigError
 def wish(folder: Path, generators: int) -> None:
     """Writes down that the run in `folder` is to have so many. Raises ConfigError where it cannot have them."""
     try:
-        generator = yaml.safe_load((folder / "config.yaml").read_text())["mesh"]["generator"]
+        mesh = yaml.safe_load((folder / "config.yaml").read_text())["mesh"]
+        generator = mesh["generator"]
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder} is no run with generators: {type(error).__name__}: {error}") from error
+    if mesh.get("colocate") or mesh.get("debug"):
+        raise ConfigError(f"with mesh.colocate or mesh.debug, as in {folder}, no generator comes or goes")
     most = max(generator["replicas"], generator.get("max_replicas") or 0)
     if not 1 <= generators <= most:
         raise ConfigError(

@@ -86,6 +86,11 @@ class MeshConfig:
     evaluator: RoleConfig = field(default_factory=RoleConfig)
     """The inference engines of evaluations; spawned only where evaluation.every is set."""
 
+    @property
+    def fixed(self) -> bool:
+        """Whether no replica may come or go: all take turns, or share a process."""
+        return self.colocate or self.debug
+
 
 @dataclass(frozen=True)
 class ReplicaPlacement:
@@ -290,7 +295,7 @@ def _check(cfg: MeshConfig, roles: Sequence[str], slots: int) -> None:
                 else f"it must be >= mesh.{role}.replicas, {role_cfg.replicas}"
                 if most < role_cfg.replicas
                 else "with mesh.debug or mesh.colocate none comes or goes"
-                if cfg.debug or cfg.colocate
+                if cfg.fixed
                 else ""
             )
             if why_not:

@@ -176,7 +176,7 @@ async def evaluation_loop(run: Run) -> None:
 
 async def scaling_loop(run: Run) -> None:
     """Waits for `python -m apps.scale`; generators come and go, and nobody waits for that."""
-    if run.actors.fleet is not None:
+    if run.actors.fleet is not None and not run.cfg.mesh.fixed:
         await run.actors.fleet.follow(run.log.folder.absolute / WISH)
 
 

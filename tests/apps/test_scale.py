@@ -41,6 +41,9 @@ def test_who_cannot_come_is_refused_before_anything_starts(cfg: MeshConfig, why_
 def test_a_wish_is_written_down_where_the_run_can_have_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert scale.main([str(tmp_path), "2"]) == 2
     assert "is no run with generators" in capsys.readouterr().err
+    (tmp_path / "config.yaml").write_text("mesh: {colocate: true, generator: {replicas: 2}}")
+    assert scale.main([str(tmp_path), "1"]) == 2
+    assert "no generator comes or goes" in capsys.readouterr().err
     (tmp_path / "config.yaml").write_text("mesh: {generator: {replicas: 1, max_replicas: 2}}")
     assert scale.main([str(tmp_path), "2"]) == 0
     assert json.loads((tmp_path / "scale.json").read_text()) == {"generators": 2}
