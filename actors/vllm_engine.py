@@ -400,6 +400,8 @@ class VllmEngine:
         assert self._doors is not None, "start comes first"
         try:
             return float(max(await self._unless_dead(self._doors.ask({"offer": offer.plain(), "slot": slot}))))
+        except ConnectionError as error:  # the first to notice
+            raise ActorFailed("engine", str(error)) from error
         except WeightSyncError as error:
             raise WeightSyncError(
                 f"version {offer.version} could not be staged, {serving} goes on serving:\n{error}"

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from actors.generator import GeneratorConfig, Generators, Progress, Replica
-from actors.vllm_engine import Completion
+from actors.vllm_engine import Completion, EngineOptions, VllmEngine
 from apps.grpo.fleet import Fleet
 from forge.errors import ActorFailed, DeadlineExceeded
 from forge.supervision import FailurePolicy, Guard, Supervisor
@@ -283,6 +284,21 @@ def test_who_wants_all_replicas_waits_for_the_successor_of_a_dead_one_or_for_its
             await waiting
 
     run(2, scenario)
+
+
+def test_an_engine_that_is_gone_while_a_version_is_staged_is_a_death_and_no_failed_update() -> None:
+    class Doors:
+        async def ask(self, request: Any) -> list[Any]:
+            raise ConnectionResetError("a worker of the engine has closed its side door: its process has ended")
+
+    async def body(scene: Scene) -> None:
+        options = EngineOptions("tiny", torch.float32, 64, 4, 0, enforce_eager=True, tensor_parallel=1, seed=0)
+        engine = VllmEngine(options)
+        engine._doors = Doors()  # type: ignore[assignment]
+        with pytest.raises(ActorFailed, match="actor engine failed: a worker of the engine has closed its side door"):
+            await engine.stage(await Source().offer(1, 0, -1))
+
+    run(1, body)
 
 
 def test_a_call_that_every_replica_dies_under_is_given_up() -> None:
