@@ -303,7 +303,7 @@ class Supervisor:
                 guard.told(f"{guard.name} serves again, {time.monotonic() - begin:.1f} s after it failed")
                 return
             if isinstance(error, NodeLost):
-                self._retire(guard, str(error))
+                self._retire(guard, str(error).removeprefix(f"{guard.mesh} cannot start: "))
                 return
             reason = guard.died or f"its restart failed: {type(error).__name__}: {error}"
             for mesh in self._forget(guard):
