@@ -222,7 +222,7 @@ class WeightSync:
         """
         if self._ended:
             raise WeightSyncError(f"{sinks[0].name} cannot get the newest weights: the weight loop has ended")
-        visit = _Visit(sinks)
+        visit = _Visit(tuple(sinks))  # the list may lose one that dies meanwhile
         self._visits.append(visit)
         self._wake.set()
         return await visit.brought
