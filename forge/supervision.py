@@ -224,7 +224,7 @@ class Supervisor:
         if guard is None or not guard.armed:
             return False
         if mesh != guard.mesh:
-            reason = f"its {mesh} failed: {reason}"
+            reason = f"its {mesh.removesuffix(f'_life{guard.life}')} failed: {reason}"
         meshes = self._forget(guard)
         guard.lost(reason)
         for dead in meshes:
