@@ -6,11 +6,11 @@
                                   └── pass@k, mean reward, their intervals ──► evaluations.jsonl
 
 The evaluation loop waits for a version that is due. Nobody waits for it: one that is due while another still runs is
-skipped and counted. A replica that dies is replaced; the evaluation goes on with the others, or else fails,
-is counted, and the next one waits for the successor.
+skipped and counted. A replica that dies is replaced; the evaluation goes on with the others, or else fails, is
+counted, and the next one waits for the successor.
 
-Why replicas of its own: those of the rollouts flip at every step, and holding a flip until an
-evaluation has ended would hold the slots that the flip frees, and with them the train loop.
+Why replicas of its own: those of the rollouts flip at every step, and holding a flip until an evaluation has ended
+would hold the slots that the flip frees, and with them the train loop.
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@ class ChatJudge:
         key_variable: str = "OPENAI_API_KEY",
     ) -> None:
         """question: with {prompt}, {completion} and {answer} of the sample. pattern: the first match in the verdict, or
-        its group 1, is the number; scale: its factor. temperature: None leaves it to the endpoint, which
-        the gateway of a run insists on. key_variable: environment variable that holds the key. Raises ConfigError for a
-        pattern that is none.
+        its group 1, is the number; scale: its factor. temperature: None leaves it to the endpoint, as the gateway of
+        a run insists. key_variable: environment variable that holds the key. Raises ConfigError for a pattern that is
+        none.
         """
         try:
             self._pattern = re.compile(pattern)

@@ -239,12 +239,7 @@ class Supervisor:
     async def begin(self, guard: Guard) -> str:
         """Gives a replica its first life, in a run that goes on; why that failed, which ends nothing, or ""."""
         guard.supervisor, guard.armed = self, True  # a death before it serves is this attempt's, whatever the policy
-        guard.attempt = attempt = self._start(_run(guard.revive))
-        try:
-            await asyncio.wait([attempt])
-        finally:
-            guard.attempt = None
-            attempt.cancel()
+        attempt = await self._attempt(guard)
         error = None if attempt.cancelled() else attempt.exception()
         if error is None and not guard.died and not attempt.cancelled():
             guard.armed = guard.policy.on_failure != "end"
@@ -278,6 +273,16 @@ class Supervisor:
         task.add_done_callback(self._tasks.discard)
         return task
 
+    async def _attempt(self, guard: Guard) -> asyncio.Task[None]:
+        """Revives the replica; the attempt, which has ended one way or another."""
+        guard.attempt = attempt = self._start(_run(guard.revive))
+        try:
+            await asyncio.wait([attempt])
+        finally:
+            guard.attempt = None
+            attempt.cancel()  # does nothing, unless this task is cancelled
+        return attempt
+
     async def _restart(self, guard: Guard, reason: str) -> None:
         """Tries until the replica serves again, or its budget is spent."""
         begin = time.monotonic()
@@ -287,13 +292,8 @@ class Supervisor:
                 return
             guard.told(f"{guard.name} failed: {first_line(reason)}; it is being restarted")
             guard.life, guard.died = guard.life + 1, ""
-            guard.attempt = attempt = self._start(_run(guard.revive))
-            try:
-                with span(RESTARTS, guard.name, reason=first_line(reason)):
-                    await asyncio.wait([attempt])
-            finally:
-                guard.attempt = None
-                attempt.cancel()  # does nothing, unless this task is cancelled
+            with span(RESTARTS, guard.name, reason=first_line(reason)):
+                attempt = await self._attempt(guard)
             if not guard.armed or (attempt.cancelled() and not guard.died):
                 return
             error = None if attempt.cancelled() else attempt.exception()

@@ -34,7 +34,7 @@ _ENDS_S = 60.0
 """For an engine that has nothing to do any more, seconds."""
 
 
-class Meshes(Protocol):
+class Lives(Protocol):
     """Who starts and ends guarded replicas: `forge.mesh.Cluster`, or one policy's part of it."""
 
     async def begin(self, guard: Guard) -> str: ...
@@ -73,7 +73,7 @@ class Fleet:
 
     def __init__(
         self,
-        meshes: Meshes,
+        meshes: Lives,
         start: Callable[[int, Guard], Awaitable[Replica]],
         generators: Generators,
         sync: WeightSync,

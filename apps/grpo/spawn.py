@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from actors.turns import Turns
 from actors.value_model import check_vocabulary
 from apps.grpo.config import AppConfig
 from apps.grpo.evaluation import Evaluators, start_evaluators
-from apps.grpo.fleet import Fleet
+from apps.grpo.fleet import Fleet, Lives
 from apps.grpo.models import resolve_model
 from forge.data import DataConfig, PromptStream, load_task, make_encoder
 from forge.lasting import Spawn, lasting
@@ -52,7 +52,7 @@ QUIET = {
 }
 
 
-class Meshes(Protocol):
+class Meshes(Lives, Protocol):
     """Where actors are spawned, as they are by `forge.mesh.Cluster`: a whole cluster, or one policy's part of it."""
 
     @property
@@ -65,10 +65,6 @@ class Meshes(Protocol):
     def same_host(self, *roles: str) -> bool: ...
 
     async def spawn(self, role: str, actor_class: type[Any], *args: Any, **kwargs: Any) -> Any: ...
-
-    async def begin(self, guard: Guard) -> str: ...
-
-    async def release(self, guard: Guard, goodbye: Callable[[], Awaitable[object]]) -> None: ...
 
 
 @dataclass

@@ -144,6 +144,15 @@ class AppRun:
         self._process.wait()
 
 
+def check_nothing_was_lost(run: AppRun) -> None:
+    """Whatever was done to a run at bound 1: each step once, no token too old, no episode dropped, one clean end."""
+    numbers = run.rows()
+    assert [row["step"] for row in numbers] == list(range(1, len(numbers) + 1))
+    assert max(row["staleness/max"] for row in numbers) <= 1
+    assert sum(row["episodes/dropped"] for row in numbers) == 0
+    assert "Traceback" not in run.output
+
+
 def check_recording(run: AppRun, again: AppRun) -> None:
     """The recorded run trained no prompt twice and lost none; `again`, a rerun of it, gives its steps bit for bit."""
     steps, journal = len(run.rows()), run.folder / "journal"
