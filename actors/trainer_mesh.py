@@ -83,7 +83,11 @@ class TrainerActor(RankActor):
 
     @concurrent_endpoint
     async def add_peer(self, peer: str, needed: Needed) -> None:
-        self._ready.publisher.add_peer(peer, needed)
+        await self._behind_training(lambda publisher: publisher.add_peer(peer, needed))
+
+    @concurrent_endpoint
+    async def remove_peer(self, peer: str) -> None:
+        await self._behind_training(lambda publisher: publisher.remove_peer(peer))
 
     @concurrent_endpoint
     async def offer(self, version: int, buffer: int, base: int) -> RankOffer:
@@ -221,6 +225,9 @@ class TrainerMesh:
 
     async def add_peer(self, peer: str, needed: Needed) -> None:
         await self._ask(self._mesh.add_peer.call(peer, needed))
+
+    async def remove_peer(self, peer: str) -> None:
+        await self._ask(self._mesh.remove_peer.call(peer))
 
     async def snapshot(self, version: int, buffer: int) -> float:
         results = [result for _, result in await self._ask(self._mesh.snapshot.call(version, buffer))]

@@ -73,9 +73,9 @@ def explain(report: str) -> str:
     for coordinate, size in re.findall(r"'\w+': (\d+)/(\d+)", report.partition("\n")[0]):
         index, count = index * int(size) + int(coordinate), count * int(size)
     rank = f"rank {index} of {count}: " if count > 1 else ""
-    if killed := re.search(r"Killed\(sig=(\d+)", report):
+    if killed := re.search(r"Killed(?:\(sig=| \{ signal: )(\d+)", report):
         return rank + describe_exit(int(killed[1]), killed=True)
-    if exited := re.search(r"exited with non-zero code (-?\d+)", report):
+    if exited := re.search(r"(?:exited with non-zero code|Stopped \{ exit_code:) (-?\d+)", report):
         return rank + describe_exit(int(exited[1]), killed=False)
     if "timeout waiting for message from proc mesh agent" in report:
         return f"{rank}its process does not answer: it is stopped, or hangs in code that lets no other thread run"

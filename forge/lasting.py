@@ -24,8 +24,7 @@ from tensordict import TensorDict
 from forge import channel
 from forge.errors import ActorFailed
 from forge.failure import is_supervision_error, remote_exception
-from forge.processes import DeathWatch
-from forge.supervision import FailurePolicy, Guard
+from forge.supervision import NOTICE_S, FailurePolicy, Guard
 from forge.telemetry import Report, drain
 
 T = TypeVar("T")
@@ -33,8 +32,6 @@ Spawn = Callable[..., Awaitable[Any]]
 """`forge.mesh.Cluster.spawn`."""
 MOST_LIVES = 5
 """A call that so many have died under is taken to be what kills them."""
-_NOTICE_S = DeathWatch.grace_s + 1.0
-"""How long after a call to a dead actor has failed the reason of its death may arrive, seconds."""
 
 
 class Beating(Actor):
@@ -93,7 +90,7 @@ class Life:
         """Monarch knows before we do: of what it died arrives by another way, if its processes are this node's."""
         assert self._lost is not None
         assert self._report is not None
-        await asyncio.wait([self._lost], timeout=_NOTICE_S)
+        await asyncio.wait([self._lost], timeout=NOTICE_S)
         if not self.lost:
             self._report(f"calls to it fail: {error}")
             self.lose("calls to it fail")
@@ -113,16 +110,10 @@ class Lasting:
         self._set_up: Callable[[Any], Awaitable[Any]] | None = None
         self._serves = asyncio.Event()
 
-    async def start(self) -> None:
-        """The mesh of a life; it is asked nothing before `set_up`."""
-        self._mesh = await self._spawn()
-        self._life = Life(self._guard.name, self._guard.reporter())
-
     async def set_up(self, call: Callable[[Any], Awaitable[Any]]) -> None:
-        """`call` is what each life begins with. From here on a death is not the run's."""
+        """Begins the first life. `call` is what each one begins with; from here on a death is not the run's."""
         self._set_up = call
-        await self._life.ask(call(self._mesh))
-        self._serves.set()
+        await self._guard.start(self._revive)
         beats = hasattr(self._mesh, "beat")
         self._guard.arm(self._lose, self._revive, (lambda: self._mesh.beat.call_one()) if beats else None)
 
@@ -131,8 +122,9 @@ class Lasting:
         self._life.lose(reason)
 
     async def _revive(self) -> None:
-        await self.start()
-        assert self._set_up is not None, "it is armed behind its first set-up"
+        self._mesh = await self._spawn()
+        self._life = Life(self._guard.name, self._guard.reporter())
+        assert self._set_up is not None, "each life begins with it"
         await self._life.ask(self._set_up(self._mesh))
         self._serves.set()
 
@@ -164,16 +156,16 @@ class Lasting:
 
 
 def lasting(spawn: Spawn, policy: FailurePolicy, told: Callable[[str], None], guards: list[Guard]) -> Spawn:
-    """`spawn` for roles without state: unless `policy` says end, it gives a Lasting, whose guard joins `guards`."""
+    """`spawn` for roles without state: unless `policy` says end, it gives a Lasting, whose guard joins `guards`.
+
+    Its processes start as it is set up.
+    """
     if policy.on_failure == "end":
         return spawn
 
     async def start(*args: Any, **kwargs: Any) -> Lasting:
-        guard = Guard(policy, told)
-        mesh = Lasting(lambda: spawn(*args, **kwargs, guard=guard), guard)
-        await mesh.start()
-        guards.append(guard)
-        return mesh
+        guards.append(guard := Guard(policy, told))
+        return Lasting(lambda: spawn(*args, **kwargs, guard=guard), guard)
 
     return start
 

@@ -182,7 +182,7 @@ class Cluster:
         procs = self._this_process(env or {}) if self._debug else self._start_processes(place, env or {})
         if not self._debug:
             self._meshes[place.name], self._spans[place.name] = procs, _nodes_of(place)
-            await within(self._spawn_timeout_s, f"the processes of {place.name}", procs.initialized)
+            await self._processes_up(place.name, procs)
             self._deaths.watch(place.name, self._hosts.run_id, len(place.envs), self._hosts.parents())
         actor = procs.spawn(place.name, actor_class, *args, **kwargs)
         if self._debug:
@@ -193,6 +193,18 @@ class Cluster:
         if Collector.current is not None and not self._debug:
             Collector.current.follow(place.name, actor)
         return actor
+
+    async def _processes_up(self, name: str, procs: ProcMesh) -> None:
+        """Waits for the processes of a new mesh. Raises ActorFailed when one dies before it is up."""
+        try:
+            await within(self._spawn_timeout_s, f"the processes of {name}", procs.initialized)
+        except ForgeError:
+            raise
+        except Exception as error:  # of what kind is Monarch's affair
+            reason = explain(str(error))
+            if not self._supervisor.takes(name, reason):
+                self._bury(name)
+            raise ActorFailed(name, reason + self._where_it_logged(name)) from error
 
     async def begin(self, guard: Guard) -> str:
         """See `forge.supervision.Supervisor.begin`."""

@@ -19,12 +19,14 @@ Who waits       whoever called the dead replica: `lost(reason)` is called before
 How it rejoins  the last thing that `revive` does: `WeightSync.join` brings the replica to the newest version, and only
                 then it takes requests.
 
-A role without a guard, which is any role of a user's own, ends the run as it dies. So does every failure during the
-start, before `Guard.arm`: nothing is lost then.
+The start of a run is shorter: until `Guard.arm` nobody is told of a death, and one is made up for, by a second first
+life; another one ends the run, in which nothing is lost yet. What `begin` itself raises does so at once.
+
+A role without a guard, which is any role of a user's own, ends the run as it dies.
 
     guard = Guard(cfg.failure_policy("generator"), told=log.note)
-    mesh = await cluster.spawn("generator", Generator, cfg, guard=guard)    # so does `revive`, later
-    guard.arm(lost=..., revive=...)
+    replica = await guard.start(begin)          # begin: cluster.spawn("generator", Generator, cfg, guard=guard), set-up
+    guard.arm(lost=..., revive=...)             # revive: begin, and what brings the replica back into the run
 """
 
 from __future__ import annotations
@@ -36,12 +38,17 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from forge.errors import ConfigError, NodeLost
-from forge.failure import first_line
+from forge.failure import first_line, is_supervision_error
+from forge.processes import DeathWatch
 from forge.telemetry import span
 from forge.trace import RESTARTS
+
+T = TypeVar("T")
+NOTICE_S = DeathWatch.grace_s + 1.0
+"""How long after a call to a dead actor has failed the reason of its death may arrive, seconds."""
 
 
 @dataclass
@@ -117,11 +124,41 @@ class Guard:
         self.restarts = 0
         """How often it took up its work again."""
         self.armed = False
-        self.attempt: asyncio.Task[None] | None = None
+        self.spare = int(policy.on_failure != "end")
+        """Deaths before it is armed that are made up for."""
+        self.attempt: asyncio.Task[Any] | None = None
         self.died = ""
-        """Why the attempt that runs cannot succeed any more."""
+        """Why the attempt that runs cannot succeed any more; before it is armed, why what was there is dead."""
         self._fail: Callable[[str, str], None] | None = None
         self.supervisor: Supervisor | None = None
+
+    async def start(self, begin: Callable[[], Awaitable[T]]) -> T:
+        """What `begin` gives, which spawns a mesh with this guard and sets it up; again, where the mesh dies meanwhile.
+
+        Also to be called when what `begin` gave before is dead (`died`).
+        """
+        while True:
+            if self.died:
+                self.told(f"{self.name} failed while the run started: {first_line(self.died)}; it is started again")
+                self.life, self.died = self.life + 1, ""
+            self.attempt = attempt = asyncio.ensure_future(begin())
+            try:
+                await asyncio.wait([attempt])
+                error = None if attempt.cancelled() else attempt.exception()
+                if error is not None and is_supervision_error(error):
+                    await self._news()
+            finally:
+                self.attempt = None
+                attempt.cancel()  # does nothing, unless this task is cancelled
+            if not self.died:
+                return attempt.result()
+
+    async def _news(self) -> None:
+        """A call has failed because the mesh is dead; who died, and of what, arrives by another way."""
+        for _ in range(int(NOTICE_S / 0.05)):
+            if self.died:
+                return
+            await asyncio.sleep(0.05)
 
     def arm(
         self,
@@ -129,7 +166,7 @@ class Guard:
         revive: Callable[[], Awaitable[None]],
         beat: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
-        """From now on a death is not the run's, where the policy says so.
+        """From now on a death is not the run's, where the policy says so; one that was kept for this has effect.
 
         lost: called with the reason at once; whoever waits for the replica has to hear of it. revive: spawns another
         mesh with this guard, sets it up and gives it its work. beat: asks the mesh of now for what costs it nothing.
@@ -137,7 +174,7 @@ class Guard:
         self.enlist(lost, revive, beat)
         self.armed = self.supervisor is not None and self.policy.on_failure != "end"
         if self.armed and self.supervisor is not None:
-            self.supervisor.listen(self)
+            self.supervisor.take_up(self)
 
     def enlist(
         self,
@@ -150,7 +187,7 @@ class Guard:
 
     def disarm(self) -> None:
         """From now on a death is the run's again, and nothing is revived."""
-        self.armed = False
+        self.armed, self.spare = False, 0
         if self.attempt is not None:
             self.attempt.cancel()
 
@@ -194,6 +231,14 @@ class Supervisor:
             self._all.append(guard)
         guard.supervisor = self
 
+    def take_up(self, guard: Guard) -> None:
+        """The guard is armed: restarts what has died already."""
+        if guard.died:
+            guard.lost(guard.died)
+            self._start(self._restart(guard, guard.died))
+        else:
+            self.listen(guard)
+
     def listen(self, guard: Guard) -> None:
         """Asks the mesh of now for heartbeats, until it is dead."""
         if guard.beat is not None and guard.policy.heartbeat_s > 0:
@@ -221,19 +266,24 @@ class Supervisor:
         if mesh in self._dead:
             return True
         guard = self._guards.get(mesh)
-        if guard is None or not guard.armed:
+        if guard is None or not (guard.armed or guard.spare):
             return False
         if mesh != guard.mesh:
             reason = f"its {mesh.removesuffix(f'_life{guard.life}')} failed: {reason}"
         meshes = self._forget(guard)
-        guard.lost(reason)
+        if guard.armed:
+            guard.lost(reason)
+        else:
+            guard.spare -= 1
         for dead in meshes:
             self._bury(dead)
         if guard.attempt is not None:
             guard.died = reason
             guard.attempt.cancel()
-        else:
+        elif guard.armed:
             self._start(self._restart(guard, reason))
+        else:
+            guard.died = reason
         return True
 
     async def begin(self, guard: Guard) -> str:

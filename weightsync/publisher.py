@@ -155,7 +155,8 @@ class Publisher:
     def _sums(self, snapshot: torch.Tensor) -> list[int]:
         if self.endpoint.adapter is not None and self._layout == self.endpoint.layout:
             return sum_as_one(snapshot, self._layout)
-        return sums(snapshot, self._layout, [boxes for peer in self._peers.values() for boxes in peer])
+        peers = list(self._peers.values())  # another thread may take one in, or forget one
+        return sums(snapshot, self._layout, [boxes for peer in peers for boxes in peer])
 
     def prepare(self, offer: Offer) -> dict[str, Any]:
         """Makes an offered version reachable, where the transport has to; the result joins `offer.where`."""
@@ -165,6 +166,11 @@ class Publisher:
         """A replica that will receive; `needed` are the boxes that each of its workers reads."""
         self._peers[peer] = needed
         self._sender.add_peer(peer, needed)
+
+    def remove_peer(self, peer: str) -> None:
+        """A replica that has left or died: a transfer to it ends, and no checksum is made for it."""
+        self._peers.pop(peer, None)
+        self._sender.remove_peer(peer)
 
     def send(self, peer: str, offer: Offer) -> None:
         """Pushes an offered version to one replica, where the transport pushes; behind training."""

@@ -39,6 +39,8 @@ class Source(Protocol):
 
     async def add_peer(self, peer: str, needed: Needed) -> None: ...
 
+    async def remove_peer(self, peer: str) -> None: ...
+
     async def snapshot(self, version: int, buffer: int) -> float: ...
 
     async def offer(self, version: int, buffer: int, base: int) -> Offer: ...
@@ -129,6 +131,7 @@ class WeightSync:
         self._visits: list[_Visit] = []
         self._visitors: dict[str, _Replica] = {}
         self._departing: list[_Departing] = []
+        self._gone: set[str] = set()
         self._source_lost = False
         self._reconnecting: asyncio.Future[None] | None = None
         self._endpoint: Endpoint | None = None
@@ -167,7 +170,7 @@ class WeightSync:
     async def connect(self) -> None:
         """Once, before the first step; raises WeightSyncError when the two models do not fit each other."""
         self._endpoint = await self._within(self._source.connect(), "the trainer's weight layout")
-        await asyncio.gather(*(self._meet(replica) for replica in self._replicas))
+        await self._meet_all()
 
     async def start_at(self, version: int) -> None:
         """Before `run`: brings all replicas to the weights that the trainer was restored to. Raises WeightSyncError."""
@@ -256,6 +259,7 @@ class WeightSync:
         """Forgets a replica that has died: no update waits for it, and what goes wrong with it fails none."""
         for replica in self._replicas:
             replica.left |= replica.sink is sink
+        self._gone.add(sink.name)
         self._replicas = [replica for replica in self._replicas if replica.sink is not sink]
         self._wake.set()
 
@@ -271,6 +275,7 @@ class WeightSync:
                     return
                 self._wake.clear()
                 self._let_depart()
+                await self._forget_gone()
                 await self._meet_again()
                 await self._admit()
                 if self._newest is not None:
@@ -299,6 +304,16 @@ class WeightSync:
             self.leave(departing.sink)
             if not departing.left.done():
                 departing.left.set_result(None)
+
+    async def _forget_gone(self) -> None:
+        """The source ends its transfers to those that have left."""
+        while self._gone and not self._source_lost:
+            name = self._gone.pop()
+            try:
+                await self._within(self._source.remove_peer(name), f"the trainer to forget {name}")
+            except ForgeError:
+                if not self._source_lost:
+                    raise
 
     async def _update(self, newest: _Snapshot) -> None:
         """Brings every replica that is behind to `newest`; a failure is raised, or leaves it behind for a retry."""
@@ -376,12 +391,9 @@ class WeightSync:
         self._offered, self._source_lost = -1, False
         try:
             self._endpoint = await self._within(self._source.connect(), "the trainer's weight layout")
-            for replica in (met := list(self._replicas)):
+            for replica in self._replicas:
                 replica.outdated, replica.staged = True, -1
-            outcomes = await asyncio.gather(*(self._meet(replica) for replica in met), return_exceptions=True)
-            for replica, outcome in zip(met, outcomes, strict=True):
-                if isinstance(outcome, BaseException) and not replica.left:
-                    raise outcome
+            await self._meet_all()
         except Exception as error:
             self._source_lost = True
             if not reconnecting.done():
@@ -455,10 +467,19 @@ class WeightSync:
             raise errors[0]
         return visitors[0].version
 
+    async def _meet_all(self) -> None:
+        """Connects all replicas and the source; what goes wrong with one that has left meanwhile is nothing."""
+        met = list(self._replicas)
+        outcomes = await asyncio.gather(*(self._meet(replica) for replica in met), return_exceptions=True)
+        for replica, outcome in zip(met, outcomes, strict=True):
+            if isinstance(outcome, BaseException) and not replica.left:
+                raise outcome
+
     async def _meet(self, replica: _Replica) -> None:
         assert self._endpoint is not None, "connect comes first"
         name, nbytes = replica.sink.name, self._endpoint.layout.nbytes
         needed = await self._within(replica.sink.connect(self._endpoint), f"{name} to connect to {nbytes} bytes")
+        self._gone.discard(name)  # it is the successor of that one
         await self._within(self._source.add_peer(name, needed), f"the trainer to take in {name}")
 
     def _report(self, version: int) -> Applied:

@@ -103,9 +103,11 @@ async def start_evaluators(
 
     policy = cfg.failure_policy("evaluator")
     guards = [Guard(policy, note) for _ in range(cluster.replicas("evaluator"))]
-    generators = Generators(await asyncio.gather(*(start(index, guard) for index, guard in enumerate(guards))))
-    for index, guard in enumerate(guards):
-        _replace_when_dead(guard, generators.replicas[index], partial(start, index, guard), generators)
+    starts = [partial(start, index, guard) for index, guard in enumerate(guards)]
+    replicas = await asyncio.gather(*(guard.start(begin) for guard, begin in zip(guards, starts, strict=True)))
+    generators = Generators(replicas)
+    for guard, begin, replica in zip(guards, starts, replicas, strict=True):
+        _replace_when_dead(guard, replica, begin, generators)
     return Evaluators(generators, prompts, guards)
 
 

@@ -153,7 +153,8 @@ async def spawn_actors(
         weights = str(log.folder.absolute / "weights")
         training = Guard(cfg.failure_policy("trainer"), note)
         options: dict[str, Any] = {"transport": transport, "folder": weights, "turns": turns, "guard": training}
-        trainer = tasks.create_task(start_trainer(cfg, cluster, spec, state, **options))
+        train = partial(start_trainer, cfg, cluster, spec, state, **options)
+        trainer = tasks.create_task(training.start(train))
         ends = sorted({*stop_ids(tokenizer, model), *stop})
         start = partial(_start_generator, cfg, cluster, spec, generator, ends, first.token_ids, turns, trainer)
         policy = cfg.failure_policy("generator")
@@ -163,7 +164,7 @@ async def spawn_actors(
         def again(role: str) -> Spawn:
             return lasting(cluster.spawn, cfg.failure_policy(role), note, others)
 
-        replicas = [tasks.create_task(start(index, guard)) for index, guard in enumerate(guards)]
+        replicas = [tasks.create_task(guard.start(partial(start, i, guard))) for i, guard in enumerate(guards)]
         evaluators = tasks.create_task(start_evaluators(cfg, cluster, spec, generator, tokenizer, ends, QUIET, note))
         replay = tasks.create_task(_start_replay(cfg, again("replay"), model, log))
         rewards = tasks.create_task(_start_reward(cfg, again("reward"), reward))
@@ -176,14 +177,15 @@ async def spawn_actors(
             else None
         )
     generators, tested = Generators([task.result() for task in replicas], turns), evaluators.result()
-    sync = WeightSync(trainer.result(), generators.replicas, _patient(cfg))
+    source = await training.start(train) if training.died else trainer.result()  # it waited for the engines
+    sync = WeightSync(source, generators.replicas, _patient(cfg))
+    fleet = Fleet(cluster, start, generators, sync, policy, note, cfg.mesh.generator.places)
+    for index, (guard, task) in enumerate(zip(guards, replicas, strict=True)):
+        fleet.take(index, guard, task.result())
     await sync.connect()
     if log.resumed is not None:
         note(f"bringing the generators to version {log.resumed.version}")
         await sync.start_at(log.resumed.version)
-    fleet = Fleet(cluster, start, generators, sync, policy, note, cfg.mesh.generator.places)
-    for index, guard in enumerate(guards):
-        fleet.take(index, guard, generators.replicas[index])
     return Actors(
         model=model,
         decode=make_decoder(tokenizer),
@@ -192,7 +194,7 @@ async def spawn_actors(
         reference=reference.result() if reference else None,
         reward_model=judge.result() if judge else None,
         replay=replay.result(),
-        trainer=trainer.result(),
+        trainer=source,
         sync=sync,
         num_rollouts=num_slots(cfg.replay.max_staleness, cfg.grpo.groups_per_step, cfg.replay.window),
         guards=[training, *others, *(tested.guards if tested else [])],

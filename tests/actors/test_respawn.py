@@ -323,6 +323,8 @@ class Source:
 
     async def add_peer(self, peer: str, needed: Any) -> None: ...
 
+    async def remove_peer(self, peer: str) -> None: ...
+
     async def snapshot(self, version: int, buffer: int) -> float:
         return 0.0
 

@@ -59,6 +59,9 @@ class LocalTrainer:
     async def add_peer(self, peer: str, needed: Sequence[Mapping[str, Box]]) -> None:
         self.publisher.add_peer(peer, needed)
 
+    async def remove_peer(self, peer: str) -> None:
+        self.publisher.remove_peer(peer)
+
     async def snapshot(self, version: int, buffer: int) -> float:
         return self.publisher.snapshot(version, buffer)
 

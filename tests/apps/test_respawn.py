@@ -41,6 +41,24 @@ def test_a_run_whose_generator_is_stopped_and_whose_rewards_are_killed_goes_on_a
 
 
 @pytest.mark.soak
+def test_actors_that_are_killed_while_the_run_starts_are_started_again(tmp_path: Path) -> None:
+    run = AppRun(tmp_path / "run", "--trainer.steps=12")
+    roles = ("replay", "reward", "trainer_0", "generator_0")
+    try:
+        for role in roles:  # the engine takes longest: all of this is before the first step
+            run.wait_until(lambda: run.process_of(role), f"{role} to be spawned", 100)  # noqa: B023
+            run.kill_actor(role)
+            told = f"{role} failed while the run started: its process was killed by SIGKILL"
+            run.wait_until(lambda: told in run.output, "the news of it", 60)  # noqa: B023
+        assert not run.rows()
+        assert run.finish(400) == 0, run.output
+    finally:
+        run.end()
+    assert len(run.rows()) == 12
+    check_nothing_was_lost(run)
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("transport", ["memory", "collective", "rdma"])
 def test_one_of_two_generators_is_killed_and_comes_back_while_the_run_goes_on_with_the_other(
     tmp_path: Path, transport: str

@@ -58,6 +58,18 @@ def test_what_actors_write_to_stderr_goes_to_a_file_each_which_the_error_of_thei
         assert (logs / f"trainer_0-rank{rank}.log").read_text() == 2 * "of the trainer\n"
 
 
+def test_a_process_that_ends_before_it_is_up_is_told_of_with_its_log(
+    hosts: Hosts, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def body(cluster: Cluster) -> None:
+        await cluster.spawn("judge", Probe, env={"PYTHONHOME": str(tmp_path)})
+
+    with pytest.raises(ActorFailed) as failed:
+        run(hosts, body, logs=tmp_path / "logs")
+    assert str(failed.value) == "actor judge failed: its process exited with code 1"
+    assert "did not stop" not in capfd.readouterr().err
+
+
 async def about(mesh: Any) -> list[dict[str, Any]]:
     return list((await mesh.about.call()).values())
 

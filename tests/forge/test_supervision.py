@@ -175,6 +175,74 @@ def test_what_is_not_armed_or_has_the_policy_end_is_not_taken() -> None:
     asyncio.run(main())
 
 
+class Start:
+    """A guard at the start of a run; `begin` binds a mesh, then does what the next of `lives` does."""
+
+    def __init__(self, policy: FailurePolicy, *lives: Callable[[], Awaitable[Any]]) -> None:
+        self.told, self.lost, self.restarted = list[str](), list[str](), list[str]()
+        self.supervisor = Supervisor(lambda mesh: None, lambda name, why: None)
+        self.guard, self.spawned = Guard(policy, self.told.append), asyncio.Event()
+        self._lives = iter(lives)
+
+    async def begin(self) -> str:
+        mesh = self.guard.bind("trainer", "trainer_0", lambda mesh, reason: None)
+        self.supervisor.watch(self.guard)
+        self.spawned.set()
+        await next(self._lives)()
+        return mesh
+
+    async def revive(self) -> None:
+        self.restarted.append(self.guard.bind("trainer", "trainer_0", lambda mesh, reason: None))
+
+
+def test_a_death_while_the_run_starts_is_made_up_for_once() -> None:
+    async def main() -> None:
+        start = Start(RESPAWN, for_ever, well)
+        starting = asyncio.create_task(start.guard.start(start.begin))
+        await start.spawned.wait()
+        assert start.supervisor.takes("trainer_0", "killed")
+        assert await starting == "trainer_0_life1"
+        assert start.told == ["trainer_0 failed while the run started: killed; it is started again"]
+        assert not start.supervisor.takes("trainer_0_life1", "killed again"), "that is the run's end"
+        start.guard.arm(start.lost.append, start.revive)
+        assert start.supervisor.takes("trainer_0_life1", "killed later")
+        assert start.lost == ["killed later"]
+        await start.supervisor.close()
+
+    asyncio.run(main())
+
+
+def test_one_that_dies_between_its_start_and_the_loops_is_restarted_as_these_begin_or_started_again_before() -> None:
+    async def main() -> None:
+        for armed_at_once in (True, False):
+            start = Start(RESPAWN, well, well)
+            await start.guard.start(start.begin)
+            assert start.supervisor.takes("trainer_0", "killed")
+            assert start.guard.died == "killed"
+            if not armed_at_once:
+                assert await start.guard.start(start.begin) == "trainer_0_life1"
+            start.guard.arm(start.lost.append, start.revive)
+            if armed_at_once:
+                await asyncio.wait(start.supervisor._tasks)
+            assert start.lost == (["killed"] if armed_at_once else [])
+            assert start.restarted == (["trainer_0_life1"] if armed_at_once else [])
+            await start.supervisor.close()
+
+    asyncio.run(main())
+
+
+def test_what_a_start_raises_is_raised_at_once_and_with_the_policy_end_a_death_is_the_runs() -> None:
+    async def main() -> None:
+        start = Start(RESPAWN, ill)
+        with pytest.raises(ValueError, match="no such model"):
+            await start.guard.start(start.begin)
+        start = Start(FailurePolicy(on_failure="end"), well)
+        assert await start.guard.start(start.begin) == "trainer_0"
+        assert not start.supervisor.takes("trainer_0", "killed")
+
+    asyncio.run(main())
+
+
 def test_a_replica_that_misses_some_heartbeats_is_busy_and_one_that_misses_all_is_dead() -> None:
     async def main() -> None:
         hung, asked = set[int](), 0
@@ -233,6 +301,31 @@ def test_a_call_that_a_life_cannot_answer_goes_to_the_next_which_is_set_up_first
         await end(mesh, lambda probe: probe.sleep.call_one(0))
 
     run(hosts, body)
+
+
+def test_a_process_that_is_killed_as_it_starts_is_started_again(hosts: Hosts) -> None:
+    async def body(cluster: Cluster) -> None:
+        guard, pids = Guard(RESPAWN, lambda line: None), list[int]()
+
+        async def begin() -> Any:
+            probe = await cluster.spawn("generator", Probe, replica=1, guard=guard)
+            pids.append((await probe.about.call_one())["pid"])
+            if len(pids) == 1:
+                os.kill(pids[0], signal.SIGKILL)
+            return await probe.sleep.call_one(0), probe
+
+        _, probe = await guard.start(begin)
+        assert (len(pids), guard.mesh) == (2, "generator_1_life1")
+        assert not is_alive(pids[0])
+        os.kill(pids[1], signal.SIGKILL)
+        await probe.sleep.call_one(NOTICE_S)
+
+    with pytest.raises((ActorFailed, BaseExceptionGroup)) as caught:
+        run(hosts, body)
+    failed = root_cause(caught.value)
+    assert isinstance(failed, ActorFailed)
+    assert failed.name == "generator_1_life1"
+    assert "killed by SIGKILL" in failed.reason
 
 
 class Kept:

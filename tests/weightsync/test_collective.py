@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -572,6 +573,21 @@ def test_the_interpreter_ends_while_transfers_wait(nursery: Callable[..., dict[s
     done = nursery("leaving")
     assert done["code"] == 0
     assert set(done["said"].split()) == {"gloo_tcp_loop", "pt_gloo_runloop"}, "something else was said"
+
+
+def test_a_transfer_to_a_peer_that_is_gone_ends_long_before_its_deadline() -> None:
+    case = one_parameter(4096)
+    sender = make_sender(case, 0, 600.0)
+    sender.meet([sender.link()])
+    sender.add_peer("gen_0", case.needed)
+    with ThreadPoolExecutor() as pool:
+        sending = pool.submit(sender.send, "gen_0", offer_of(case, 1))
+        time.sleep(0.1)
+        sender.remove_peer("gen_0")
+        with pytest.raises(WeightSyncError, match="it was called off"):
+            sending.result(timeout=60.0)
+    sender.remove_peer("never met")
+    sender.close()
 
 
 def test_a_delta_larger_than_the_payload_and_an_unknown_peer_are_refused() -> None:

@@ -26,12 +26,13 @@ class FakeTrainer:
         self.sent: list[tuple[str, int, int]] = []
         self.failing: set[int] = set()
         self.life, self.dead = 0, False
+        self.peers: set[str] = set()
 
     def die(self) -> None:
         self.buffers, self.dead = [-1, -1], True
 
     def come_back(self) -> None:
-        self.life, self.dead = self.life + 1, False
+        self.life, self.dead, self.peers = self.life + 1, False, set()
 
     def check_alive(self) -> None:
         if self.dead:
@@ -44,6 +45,11 @@ class FakeTrainer:
 
     async def add_peer(self, peer: str, needed: Any) -> None:
         self.check_alive()
+        self.peers.add(peer)
+
+    async def remove_peer(self, peer: str) -> None:
+        self.check_alive()
+        self.peers.discard(peer)
 
     async def snapshot(self, version: int, buffer: int) -> float:
         self.check_alive()
@@ -348,7 +354,34 @@ def test_nobody_waits_for_a_replica_that_has_left() -> None:
             await first.until(1)
             running.sync.leave(dead)
             await turns()
+            assert trainer.peers == {"generator_0"}, "the trainer makes checksums for the dead one, and may wait for it"
+            successor = FakeReplica(trainer, "generator_1")
+            joining = asyncio.create_task(running.sync.join(successor))
+            running.sync.leave(dead)
+            await joining
+            await turns()
+            assert trainer.peers == {"generator_0", "generator_1"}
         assert [a.version for a in running.seen] == [1]
+
+    run(scenario)
+
+
+def test_one_that_dies_while_all_connect_is_left_out() -> None:
+    async def scenario() -> None:
+        trainer = FakeTrainer()
+        dying, other = FakeReplica(trainer, "generator_0"), FakeReplica(trainer, "generator_1")
+        sync = WeightSync(trainer, [dying, other])
+
+        async def die(endpoint: Endpoint) -> list[dict[str, Any]]:
+            sync.leave(dying)
+            raise ActorFailed("generator_0", "killed")
+
+        dying.connect = die  # type: ignore[method-assign]
+        await sync.connect()
+        assert trainer.peers == {"generator_1"}
+        other.connect = die  # type: ignore[method-assign]
+        with pytest.raises(ActorFailed, match="killed"):
+            await sync.connect()
 
     run(scenario)
 

@@ -34,6 +34,9 @@ class Sender:
     def add_peer(self, peer: str, needed: Sequence[Mapping[str, Box]]) -> None:
         """A replica that will receive: what each of its workers needs. Again for one that came back."""
 
+    def remove_peer(self, peer: str) -> None:
+        """A replica that has left or died; a transfer to it that runs ends."""
+
     def prepare(self, offer: Offer) -> dict[str, Any]:
         """Makes the version reachable, in the background; the result joins `offer.where`."""
         return {}

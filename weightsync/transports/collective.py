@@ -217,11 +217,7 @@ class CollectiveSender(Sender):
 
     def add_peer(self, peer: str, needed: Sequence[Mapping[str, Box]]) -> None:
         context = self._context
-        if peer in self._seats:
-            self._seats[peer].close()
-        if self._board:
-            # Of the peer's earlier life; the new one writes nothing before the first transfer.
-            self._board.forget(f"{peer}/")
+        self.remove_peer(peer)  # its earlier life; the new one writes nothing to the board before the first transfer
         self._seats[peer] = _Seat(
             peer=peer,
             rank=context.rank,
@@ -233,6 +229,13 @@ class CollectiveSender(Sender):
             learn=[f"plan/{worker}/{context.rank}" for worker in range(len(needed))],
             read=partial(read_plan, context.layout.key),
         )
+
+    def remove_peer(self, peer: str) -> None:
+        seat = self._seats.pop(peer, None)
+        if seat is not None:
+            seat.close()
+        if self._board:
+            self._board.forget(f"{peer}/")
 
     def send(self, peer: str, offer: Offer) -> None:
         """Returns when all of it has left this rank's buffers. Raises WeightSyncError."""

@@ -121,6 +121,9 @@ class SleepingTrainer:
     async def add_peer(self, peer: str, needed: Any) -> None:
         """Any."""
 
+    async def remove_peer(self, peer: str) -> None:
+        """Any."""
+
     async def snapshot(self, version: int, buffer: int) -> float:
         """Takes no time."""
         return 0.0

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from forge.processes import RUN_ID_ENV
 
 _MARK_ENV = "MESHFORGE_BENCH_RUN"
 _POLL_S = 0.1
+_BACK = re.compile(r"(\w+) (?:serves again, |failed while the run started: )")
 _APP = ROOT / "apps" / "grpo" / "main.py"
 CONTROLLER = "controller"
 GONE_S = 30.0
@@ -55,7 +57,7 @@ class Victim:
         self.ended = 0
         """Times that the run ended by itself, with an error, once it trained."""
         self.ended_early = 0
-        """Times that it did so while its actors started, which no policy covers: nothing is lost then."""
+        """Times that it did so while its actors started, where nothing is lost."""
         self.resumes = 0
         self.left = 0
         """Processes that outlived their controller by `GONE_S`."""
@@ -111,11 +113,10 @@ class Victim:
         return False
 
     def served_again(self, role: str) -> int:
-        """How often a replica of `role` has come back."""
+        """How often a replica of `role` has come back, or was started once more where the run had not begun."""
         if role == CONTROLLER:
             return self.resumes
-        lines = [line for line in self.output.splitlines() if " serves again, " in line]
-        return sum(line.split(" serves again, ")[0].split()[-1].partition("_")[0] == role for line in lines)
+        return sum(name.partition("_")[0] == role for name in _BACK.findall(self.output))
 
     def recover(self, role: str, before: int, *, waits: bool, resumes: int | None = None) -> None:
         """Until `role` has come back more often than `before` (where it is to) and another step is done.
