@@ -267,10 +267,18 @@ class ReplayBuffer:
             f"memory (replay.memory_bytes) are held, the largest group took {self.memory.largest_bytes}"
         )
 
+    def describe_wait(self) -> str:
+        """What a batch that does not come waits for, in the few words that a terminal holds."""
+        wanted, (chosen, complete) = self.admission.groups_per_step, self._next()
+        running, now = self._running_of(self._slots), self._clock()
+        since = f", the oldest for {now - min(slot.since for slot in running):.0f} s" if running else ""
+        held = self.admission.unreleased
+        slots = f"; {held} of {self.admission.slots} slots are held by batches whose weights are not released yet"
+        return f"{complete} of {wanted} groups are there, {len(running)} run{since}{slots if held else ''}"
+
     def describe_missing(self) -> str:
         """Which groups the next batch lacks, for the text of a deadline."""
-        wanted, chosen = self.admission.groups_per_step, self._choose()
-        complete = len(chosen) - len(self._running_of(chosen))
+        wanted, (chosen, complete) = self.admission.groups_per_step, self._next()
         return (
             f"{complete} of the next {wanted} groups are complete; running: {self._running_text(chosen)}; "
             f"not reserved by any rollout loop yet: {wanted - len(chosen)}"
@@ -332,6 +340,11 @@ class ReplayBuffer:
 
     def _running_of(self, seqs: Iterable[int]) -> list[Slot]:
         return [self._slots[seq] for seq in seqs if self._slots[seq].record is None]
+
+    def _next(self) -> tuple[list[int], int]:
+        """The next batch as far as its groups exist, and how many of them are complete."""
+        chosen = self._choose()
+        return chosen, len(chosen) - len(self._running_of(chosen))
 
     def _running_text(self, seqs: Iterable[int]) -> str:
         now = self._clock()

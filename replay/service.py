@@ -244,7 +244,7 @@ class Replay:
 
     async def why_waiting(self) -> str:
         """What a `sample` that waits is waiting for, in one line."""
-        return self._buffer.describe_slots()
+        return self._buffer.describe_wait()
 
     async def close(self) -> None:
         """Ends the run: every waiting and later `reserve` and `sample` returns None."""

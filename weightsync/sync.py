@@ -30,6 +30,8 @@ from weightsync.snapshot import NUM_BUFFERS
 
 Needed = Sequence[Mapping[str, Box]]
 """The boxes that each worker of a replica reads, by parameter."""
+_NAMED = 3
+"""Replicas whose versions are told one by one."""
 
 
 class Source(Protocol):
@@ -163,7 +165,10 @@ class WeightSync:
 
     def describe(self) -> str:
         """Who holds which version, in one line."""
-        held = ", ".join(f"{r.sink.name} serves {r.version}" for r in self._replicas) or "no replica serves"
+        versions, few = [replica.version for replica in self._replicas], self._replicas[:_NAMED]
+        held = ", ".join(f"{r.sink.name} serves {r.version}" for r in few) or "no replica serves"
+        if len(versions) > _NAMED:
+            held = f"{len(versions)} replicas serve {min(versions)} to {max(versions)}"
         failed = f", {self._failures} updates in a row failed" if self._failures else ""
         return f"the trainer has published version {self.published_version}, {held}{failed}"
 

@@ -377,7 +377,7 @@ def test_a_stopped_generator_halts_training_at_the_bound_which_says_so_and_ends_
     run.signal_actor("generator_0", signal.SIGSTOP)
     run.wait_until(lambda: "waiting for a batch" in run.output, "a word about the wait")
     halted = len(run.rows())
-    assert "batches whose weights are not released" in run.output
+    assert "slots are held by batches whose weights are not released yet" in run.output
     assert f"the trainer has published version {halted}, generator_0 serves" in run.output
     assert run.finish(300) == 1
     assert len(run.rows()) == halted

@@ -232,6 +232,10 @@ def test_the_texts_of_the_deadlines_name_versions_and_groups() -> None:
     assert "2 are held by batches whose weights are not released yet (versions: 1; released: 0)" in slots
     assert "1 by queued groups, 1 by running groups (seq 3 since 12.5 s)" in slots
     assert missing.startswith("1 of the next 2 groups are complete; running: seq 3 since 12.5 s;")
+    assert buffer.describe_wait() == (
+        "1 of 2 groups are there, 1 run, the oldest for 12 s; "
+        "2 of 4 slots are held by batches whose weights are not released yet"
+    )
     buffer.fail(tickets[3])
     assert "not reserved by any rollout loop yet: 1" in buffer.describe_missing()
 

@@ -539,7 +539,8 @@ def test_the_slots_are_those_of_the_configured_window() -> None:
     async def main() -> None:
         replay = Replay(ReplayConfig(max_staleness=3, window=0.5), groups_per_step=2)
         assert (await replay.stats())["replay/slots"] == num_slots(3, 2, 0.5) == 5
-        assert "of 5 slots (max_staleness 3, 2 groups a step, window 0.5)" in await replay.why_waiting()
+        assert "of 5 slots (max_staleness 3, 2 groups a step, window 0.5)" in replay._buffer.describe_slots()
+        assert await replay.why_waiting() == "0 of 2 groups are there, 0 run"
 
     asyncio.run(main())
 
