@@ -269,7 +269,7 @@ class ReplayBuffer:
 
     def describe_wait(self) -> str:
         """What a batch that does not come waits for, in the few words that a terminal holds."""
-        wanted, (chosen, complete) = self.admission.groups_per_step, self._next()
+        wanted, (_, complete) = self.admission.groups_per_step, self._next()
         running, now = self._running_of(self._slots), self._clock()
         since = f", the oldest for {now - min(slot.since for slot in running):.0f} s" if running else ""
         held = self.admission.unreleased

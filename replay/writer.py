@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from forge.batch import WIDE_KEYS
 from forge.errors import RunFolderError
 from forge.run_folder import folder_error, sync_folder
+from forge.telemetry import span
 from replay.events import Add, Event, ReplayState, Start, Tokens
 from replay.frames import MARK, encode
 from replay.segments import KINDS, log_path, numbers, snapshot_path, state_records
@@ -245,11 +246,12 @@ class Writer:
     def _sync(self) -> None:
         assert self._log is not None
         if self._unsynced_since is not None or self._folder_changed:
-            self._log.sync()
-            if self._folder_changed:
-                sync_folder(self.folder)
-                sync_folder(self.folder.parent)
-                self._folder_changed = False
+            with span("journal", "sync"):
+                self._log.sync()
+                if self._folder_changed:
+                    sync_folder(self.folder)
+                    sync_folder(self.folder.parent)
+                    self._folder_changed = False
             self._append([encode(MARK, None)])
             self._unsynced_since = None
         self.num_durable = self._num_written
@@ -286,7 +288,8 @@ class Writer:
                 job.file.write([data])
                 size += len(data)
         self.written_bytes += size
-        job.file.sync()  # piece by piece, so that no sync takes long
+        with span("journal", "snapshot", segment=job.number):
+            job.file.sync()  # piece by piece, so that no sync takes long
         if ended:
             self._sync()
             job.file.close()
