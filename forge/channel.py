@@ -39,7 +39,7 @@ from forge.memory import memory_limit_bytes
 from forge.segment import Segment, SegmentRef, identity
 
 __all__ = ["Handle", "Pool", "PoolStats", "Segment", "SegmentRef"]
-__all__ += ["alloc", "close", "default_pool", "open", "put", "reclaim", "set_default_pool", "take"]
+__all__ += ["alloc", "close", "default_pool", "open", "put", "reclaim", "set_default_pool", "take", "withdraw"]
 
 ACROSS_NODES_ENV = "MESHFORGE_ACROSS_NODES"
 """Set in the processes of a run where memory is not enough: TensorDicts travel inside their handles, as messages."""
@@ -223,6 +223,18 @@ class Pool:
                 if cell is not None:
                     cells.release(cell, os.getpid())
 
+    def withdraw(self, handle: Handle) -> None:
+        """Gives all shares of `handle` back that nobody has opened: nobody will. What is open stays so."""
+        if handle.segment is None:
+            return
+        with self._lock:
+            try:
+                cells = self._reach(handle.segment)
+            except ChannelError:
+                return
+            while (cell := cells.claim(handle.ticket, handle.cells)) is not None:
+                cells.release(cell, os.getpid())
+
     def _claim(self, handle: Handle) -> tuple[Cells, int]:
         ref = handle.segment
         assert ref is not None
@@ -345,6 +357,11 @@ def take(handle: Handle) -> TensorDict:
 def close(handle: Handle) -> None:
     """`Pool.close` of the default pool."""
     default_pool().close(handle)
+
+
+def withdraw(handle: Handle) -> None:
+    """`Pool.withdraw` of the default pool."""
+    default_pool().withdraw(handle)
 
 
 def reclaim() -> int:

@@ -47,6 +47,8 @@ class Channel(Protocol):
 
     def close(self, handle: Any) -> None: ...
 
+    def withdraw(self, handle: Any) -> None: ...
+
 
 @dataclass(frozen=True)
 class SampledBatch:
@@ -211,7 +213,7 @@ class Replay:
         self._rewinds += 1
         self._wake()
         for handle in self._handed:
-            self._channel.close(handle)
+            self._channel.withdraw(handle)
         self._handed = []
         while self._sampler is not None:  # noqa: ASYNC110 - it leaves within a turn of the loop or two
             await asyncio.sleep(0)
@@ -336,7 +338,7 @@ class Replay:
             handles, _ = await asyncio.gather(sending, self._persistence.written())
         if self._rewinds != rewinds:
             for handle in handles:
-                self._channel.close(handle)
+                self._channel.withdraw(handle)
             raise Rewound(f"the trainer went back while the batch of policy_version {policy_version} was handed over")
         self._handed = handles
         return SampledBatch(handles, policy_version, row)

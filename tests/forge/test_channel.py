@@ -533,6 +533,19 @@ def test_close_gives_an_unopened_share_back_once_and_leaves_an_opened_one_to_its
     assert pool.reclaim() == BLOCK
 
 
+def test_withdraw_gives_all_unopened_shares_back_and_leaves_opened_ones_to_their_tensors(peer: Peer) -> None:
+    pool = tight()
+    handle = pool.put(small(1), readers=3)
+    peer("td = channel.open(handle)", handle=handle)
+    pool.withdraw(handle)
+    pool.withdraw(handle)
+    with pytest.raises(ChannelError, match="have opened or closed it"):
+        pool.open(handle)
+    assert pool.reclaim() == 0, "the peer views it"
+    peer("del td")
+    assert pool.reclaim() == BLOCK
+
+
 # ---- death, at any moment
 
 

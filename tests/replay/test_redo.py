@@ -146,7 +146,8 @@ class Watched:
 
     def __init__(self) -> None:
         self.pool = Pool(inline_bytes=0)
-        self.alloc, self.open, self.close = self.pool.alloc, self.pool.open, self.pool.close
+        self.alloc, self.open = self.pool.alloc, self.pool.open
+        self.close, self.withdraw = self.pool.close, self.pool.withdraw
         self.before_put: Callable[[], object] = lambda: None
 
     def put(self, td: TensorDict, readers: int = 1) -> Any:
@@ -158,11 +159,12 @@ class Watched:
         return self.pool.stats().busy_bytes
 
 
-def test_batches_that_nobody_will_open_leave_no_memory_taken(tmp_path: Path) -> None:
+@pytest.mark.parametrize("readers", [1, 2])
+def test_batches_that_nobody_will_open_leave_no_memory_taken(tmp_path: Path, readers: int) -> None:
     async def scenario() -> None:
         own = Watched()
         replay = make(tmp_path)
-        replay._channel = own
+        replay._channel, replay._readers = own, readers
         for version in range(2):
             for ticket in [await reserve(replay) for _ in range(B)]:
                 await replay.add(ticket, group(ticket, version, width=2000))
