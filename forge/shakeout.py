@@ -250,7 +250,7 @@ def _more(knobs: Knobs, key: str) -> Iterator[Turn]:
     if key in knobs:
         now = knobs[key]
         yield Turn(
-            key, "1 (by default)" if now is None else now, str((now or 1) + 1) + ", where there are cores or devices"
+            key, "1 by default" if now is None else now, str((now or 1) + 1) + ", where there are cores or devices"
         )
 
 

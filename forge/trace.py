@@ -34,6 +34,8 @@ RESTARTS = "restarts"
 """Lane of the controller: replicas that died, until they serve again."""
 STEP, WEIGHTS = "step", "weights"
 """Lanes of actors: the parts of a training step; snapshots, transfers and flips."""
+BATCHES, JOURNAL = "batches", "journal"
+"""Lanes of the replay: batches that it hands over, and what its journal waits for the disk."""
 
 
 @dataclass(frozen=True)

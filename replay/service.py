@@ -25,6 +25,7 @@ import forge.channel
 from forge.errors import DeadlineExceeded, StalenessError
 from forge.registry import lookup
 from forge.telemetry import span
+from forge.trace import BATCHES
 from replay.buffer import Choice, ReplayBuffer
 from replay.config import ReplayConfig
 from replay.events import Tokens, Trained
@@ -334,7 +335,7 @@ class Replay:
         groups = [record.arrays for record in records]
         # In a thread: long episodes take long to copy, and `alloc` may wait until a trainer lets go of memory.
         sending = asyncio.to_thread(send, groups, plan, self._channel, self._readers)
-        with span("batches", "hand over", policy_version=policy_version, groups=len(groups)):
+        with span(BATCHES, "hand over", policy_version=policy_version, groups=len(groups)):
             handles, _ = await asyncio.gather(sending, self._persistence.written())
         if self._rewinds != rewinds:
             for handle in handles:

@@ -20,6 +20,7 @@ from forge.batch import WIDE_KEYS
 from forge.errors import RunFolderError
 from forge.run_folder import folder_error, sync_folder
 from forge.telemetry import span
+from forge.trace import JOURNAL
 from replay.events import Add, Event, ReplayState, Start, Tokens
 from replay.frames import MARK, encode
 from replay.segments import KINDS, log_path, numbers, snapshot_path, state_records
@@ -246,7 +247,7 @@ class Writer:
     def _sync(self) -> None:
         assert self._log is not None
         if self._unsynced_since is not None or self._folder_changed:
-            with span("journal", "sync"):
+            with span(JOURNAL, "sync"):
                 self._log.sync()
                 if self._folder_changed:
                     sync_folder(self.folder)
@@ -288,7 +289,7 @@ class Writer:
                 job.file.write([data])
                 size += len(data)
         self.written_bytes += size
-        with span("journal", "snapshot", segment=job.number):
+        with span(JOURNAL, "snapshot", segment=job.number):
             job.file.sync()  # piece by piece, so that no sync takes long
         if ended:
             self._sync()

@@ -19,10 +19,10 @@ from forge.report.facts import (
 from forge.report.runs import Run
 from forge.report.timeline import timeline, window
 from forge.report.words import duration, escaped, number, percent, size, table
-from forge.trace import GENERATE, RESTARTS, STEP, WEIGHTS, lane_of
+from forge.trace import BATCHES, GENERATE, JOURNAL, RESTARTS, STEP, WEIGHTS, lane_of
 
-_SEEN_ELSEWHERE = (lane_of("", STEP), lane_of("", WEIGHTS))
-"""Lanes of actors that say of waiting what the train loop's bar says."""
+_SEEN_ELSEWHERE = tuple(lane_of("", lane) for lane in (STEP, WEIGHTS, BATCHES, JOURNAL))
+"""Lanes of actors that say of waiting what the train loop's bar says, or that nobody waits for."""
 
 
 def waits(runs: Sequence[Run], facts: Sequence[Facts]) -> str:
