@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
+from environs import variable
 from hypothesis import settings
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def foreign_resource_tracker() -> bool:
     """Whether a program that is none of this session's uses multiprocessing now."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            ours = process.environ().get(SESSION_VARIABLE) == SESSION or process.ppid() == os.getpid()
+            ours = variable(process, SESSION_VARIABLE) == SESSION or process.ppid() == os.getpid()
             if not ours and "multiprocessing.resource_tracker" in command_line(process):
                 return True
     return False
@@ -123,7 +124,7 @@ def session_processes() -> list[psutil.Process]:
         with contextlib.suppress(psutil.Error, OSError):
             if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
                 continue
-            if process.environ().get(SESSION_VARIABLE) == SESSION and not ends_with_us(process):
+            if variable(process, SESSION_VARIABLE) == SESSION and not ends_with_us(process):
                 found.append(process)
     return found
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from environs import variable
 
 from replay.recording import Recording
 from replay.recovery import recover
@@ -90,23 +91,27 @@ class AppRun:
     def process_of(self, name: str) -> psutil.Process | None:
         """The actor's own process, in whichever of its lives."""
         for process in self.processes():
-            command, mark = process.cmdline(), process.environ().get("MESHFORGE_RUN_ID", "")
-            if mark.rpartition("/")[2].partition("_life")[0] == name and "forge.child" in command:
+            mark = variable(process, "MESHFORGE_RUN_ID")
+            if mark.rpartition("/")[2].partition("_life")[0] == name and "forge.child" in process.cmdline():
                 return process
         return None
 
     def signal_actor(self, name: str, number: signal.Signals) -> None:
         """Sends a signal to every process of an actor, its engine included."""
         for process in self.processes():
-            if process.environ().get("MESHFORGE_RUN_ID", "").endswith(f"/{name}"):
+            if variable(process, "MESHFORGE_RUN_ID").endswith(f"/{name}"):
                 process.send_signal(number)
 
     def signal_engine(self, name: str, number: signal.Signals) -> None:
         """Sends a signal to the processes that an actor has started, its engine's."""
-        for process in self.processes():
-            mark = process.environ().get("MESHFORGE_RUN_ID", "")
-            if mark.endswith(f"/{name}") and "forge.child" not in process.cmdline():
-                process.send_signal(number)
+        engine = [
+            process
+            for process in self.processes()
+            if variable(process, "MESHFORGE_RUN_ID").endswith(f"/{name}") and "forge.child" not in process.cmdline()
+        ]
+        assert engine, f"no process of the engine of {name} runs"
+        for process in engine:
+            process.send_signal(number)
 
     def finish(self, timeout_s: float = 150.0) -> int:
         """The exit code; by then no process of the run may be alive."""
@@ -128,7 +133,7 @@ class AppRun:
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                if variable(process, MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
             except psutil.Error:
                 continue

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
+from environs import variable
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PORT = 29511
@@ -147,7 +148,7 @@ def marked(mark: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get(MARK, "").startswith(mark) and process.status() != psutil.STATUS_ZOMBIE:
+            if variable(process, MARK).startswith(mark) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except psutil.Error:
             continue
