@@ -154,7 +154,7 @@ class TrainerMesh:
         """
         if world < 1:
             raise ConfigError(f"the trainer needs at least one process, got {world}")
-        self._life, self._spawn = Life("trainer", report), spawn
+        self._life, self._spawn = Life("trainer", report, ranks=world), spawn
         self._turns = turns
         self._mesh, self._config, self._publish_dtype = mesh, config, publish_dtype
         self._sync, self._transport, self._folder = sync or WeightSyncConfig(), transport, folder
@@ -183,7 +183,8 @@ class TrainerMesh:
         assert self._spawn is not None, "nobody said how to spawn another one"
         other = copy.copy(self)
         other._mesh, report = await self._spawn()
-        other._life, other._offered = Life("trainer", report), _NOTHING_OFFERED
+        other._offered = _NOTHING_OFFERED
+        other._life = Life("trainer", report, ranks=self.world)
         return other
 
     def succeed(self, successor: TrainerMesh) -> None:

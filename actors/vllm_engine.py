@@ -321,7 +321,7 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         if self._broken:
-            raise WeightSyncError(self._broken)
+            raise self._dead if self._engine.errored else WeightSyncError(self._broken)
         breaks = self._breaks
         parameters = SamplingParams(
             temperature=sampling.temperature,
@@ -425,6 +425,9 @@ class VllmEngine:
                 pause_s = await self._make_live(version)
             except asyncio.CancelledError:
                 self._version, self._unsure = old, True
+                raise
+            except ActorFailed:
+                self._version = old
                 raise
             except Exception as error:
                 self._version = old

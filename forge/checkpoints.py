@@ -164,18 +164,23 @@ class Saver:
 
     async def settle(self) -> None:
         """The trainer has died: whatever becomes of the checkpoint that is being written, nobody is told."""
-        if self._writing is not None:
-            await asyncio.wait([self._writing])
+        writing = self._writing
+        if writing is None:
+            return
+        await asyncio.wait([writing])
+        if not writing.cancelled() and writing.exception() is not None:
+            self._last = -1
+        if self._writing is writing:
             self._writing = None
 
     async def finish(self, version: int) -> None:
         """At the end: `version` is on the disk. Raises what goes wrong with it."""
-        if self._every and version != self._last:
-            await self._begin(version)
         if self._writing is not None:
             await self._writing
+        while self._every and version != self._last:  # once more where the replay dies meanwhile
+            await (await self._begin(version))
 
-    async def _begin(self, version: int) -> None:
+    async def _begin(self, version: int) -> asyncio.Task[None]:
         if self._writing is not None:
             await self._writing
         path = await asyncio.to_thread(self._checkpoints.begin, version)
@@ -183,6 +188,7 @@ class Saver:
         await self._replay.mark(version)
         self._last = version
         self._writing = asyncio.create_task(self._write(version))
+        return self._writing
 
     async def _write(self, version: int) -> None:
         number, written = await asyncio.gather(

@@ -22,7 +22,7 @@ from monarch.actor import Actor, concurrent_endpoint
 from tensordict import TensorDict
 
 from forge import channel
-from forge.errors import ActorFailed
+from forge.errors import ActorFailed, ForgeError
 from forge.failure import is_supervision_error, remote_exception
 from forge.supervision import NOTICE_S, FailurePolicy, Guard
 from forge.telemetry import Report, drain
@@ -50,9 +50,10 @@ class Beating(Actor):
 class Life:
     """One mesh of a guarded replica: its calls fail with ActorFailed as soon as it is known to be dead."""
 
-    def __init__(self, name: str, report: Callable[[str], None] | None) -> None:
-        """report: takes the reason of a death that only failing calls tell of; None where a death ends the run."""
-        self._name, self._report = name, report
+    def __init__(self, name: str, report: Callable[[str], None] | None, *, ranks: int = 1) -> None:
+        """report: takes the reason of a death that only failing calls tell of; None where a death ends the run.
+        ranks: of several, one may die and the others raise, before the news of it."""
+        self._name, self._report, self._ranks = name, report, ranks
         self._lost = asyncio.get_running_loop().create_future() if report else None
 
     @property
@@ -79,7 +80,10 @@ class Life:
                     self._report(own.reason)
                     self.lose(own.reason)
                 elif error is None or not is_supervision_error(error):
-                    return answer.result()
+                    if error is not None and own is not None and self._ranks > 1 and not isinstance(own, ForgeError):
+                        await asyncio.wait([self._lost], timeout=NOTICE_S)
+                    if error is None or not self.lost:
+                        return answer.result()
                 else:
                     await self._told(error)
         finally:

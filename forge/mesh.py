@@ -202,7 +202,7 @@ class Cluster:
             raise
         except Exception as error:  # of what kind is Monarch's affair
             reason = explain(str(error))
-            if not self._supervisor.takes(name, reason):
+            if self._ending or not self._supervisor.takes(name, reason):
                 self._bury(name)
             raise ActorFailed(name, reason + self._where_it_logged(name)) from error
 

@@ -83,6 +83,10 @@ class FailurePolicy:
         return replace(self, on_failure="respawn" if possible else "end")
 
 
+class NotNeeded(Exception):
+    """Raised by a `revive` when the run has come to where nobody misses the replica."""
+
+
 MISSED_BEATS = 4
 """Heartbeats in a row that a hung process does not answer; a busy one answers some."""
 
@@ -93,19 +97,26 @@ class Budget:
     def __init__(self, policy: FailurePolicy, clock: Callable[[], float] = time.monotonic) -> None:
         self._policy, self._clock = policy, clock
         self._spent: deque[tuple[float, str]] = deque()
+        self._in_a_row = 0
 
     def spend(self, reason: str) -> bool:
         """Whether there is a restart left for a death for `reason`."""
         now = self._clock()
-        while self._spent and now - self._spent[0][0] > self._policy.restart_window_s:
+        while len(self._spent) > self._in_a_row and now - self._spent[0][0] > self._policy.restart_window_s:
             self._spent.popleft()
         self._spent.append((now, reason))
+        self._in_a_row += 1
         return len(self._spent) <= self._policy.max_restarts
+
+    def served(self) -> None:
+        """The restart was one: it counts for the window. Those that come to nothing count however long they take."""
+        self._in_a_row = 0
 
     def account(self) -> str:
         """Why there is none left: the first cause, then how often it was tried, then the last one."""
         reasons = [reason for _, reason in self._spent]
-        tried = f"it was restarted {len(reasons) - 1} times within {self._policy.restart_window_s:g} s"
+        tried = f"it was restarted {len(reasons) - 1} times "
+        tried += "in a row" if self._in_a_row == len(reasons) else f"within {self._policy.restart_window_s:g} s"
         last = "" if reasons[-1] == reasons[0] else f", and at last: {reasons[-1]}"
         return f"{reasons[0]}\n{tried} (max_restarts){last}"
 
@@ -129,6 +140,8 @@ class Guard:
         self.attempt: asyncio.Task[Any] | None = None
         self.died = ""
         """Why the attempt that runs cannot succeed any more; before it is armed, why what was there is dead."""
+        self.lose: Callable[[str], None] = _nobody
+        """Told of the reason of a death before it is armed: whoever may be waiting for the mesh then."""
         self._fail: Callable[[str, str], None] | None = None
         self.supervisor: Supervisor | None = None
 
@@ -141,7 +154,7 @@ class Guard:
             if self.died:
                 self.told(f"{self.name} failed while the run started: {first_line(self.died)}; it is started again")
                 self.life, self.died = self.life + 1, ""
-            self.attempt = attempt = asyncio.ensure_future(begin())
+            self.lose, self.attempt = _nobody, (attempt := asyncio.ensure_future(begin()))
             try:
                 await asyncio.wait([attempt])
                 error = None if attempt.cancelled() else attempt.exception()
@@ -226,6 +239,7 @@ class Supervisor:
 
     def watch(self, guard: Guard) -> None:
         """The death of the guard's meshes is the guard's, once it is armed."""
+        assert self._dead.isdisjoint(guard.meshes), "the name of a mesh is used once"
         self._guards |= dict.fromkeys(guard.meshes, guard)
         if guard not in self._all:
             self._all.append(guard)
@@ -275,6 +289,7 @@ class Supervisor:
             guard.lost(reason)
         else:
             guard.spare -= 1
+            guard.lose(reason)
         for dead in meshes:
             self._bury(dead)
         if guard.attempt is not None:
@@ -289,7 +304,11 @@ class Supervisor:
     async def begin(self, guard: Guard) -> str:
         """Gives a replica its first life, in a run that goes on; why that failed, which ends nothing, or ""."""
         guard.supervisor, guard.armed = self, True  # a death before it serves is this attempt's, whatever the policy
-        attempt = await self._attempt(guard)
+        try:
+            attempt = await self._attempt(guard)
+        except asyncio.CancelledError:
+            await self.release(guard)
+            raise
         error = None if attempt.cancelled() else attempt.exception()
         if error is None and not guard.died and not attempt.cancelled():
             guard.armed = guard.policy.on_failure != "end"
@@ -349,8 +368,12 @@ class Supervisor:
             error = None if attempt.cancelled() else attempt.exception()
             if error is None and not guard.died:
                 guard.restarts += 1
+                guard.budget.served()
                 self.listen(guard)
                 guard.told(f"{guard.name} serves again, {time.monotonic() - begin:.1f} s after it failed")
+                return
+            if isinstance(error, NotNeeded):
+                await self.release(guard)
                 return
             if isinstance(error, NodeLost):
                 self._retire(guard, str(error).removeprefix(f"{guard.mesh} cannot start: "))
@@ -373,6 +396,10 @@ class Supervisor:
             guard.told(f"{reason}; the run goes on with {', '.join(others)}")
         else:
             self._give_up(guard.name, reason)
+
+
+def _nobody(reason: str) -> None:
+    """Nobody waits."""
 
 
 async def _run(work: Callable[[], Awaitable[None]]) -> None:

@@ -22,7 +22,7 @@ from replay.buffer import ReplayBuffer
 from replay.events import Add, Batch, Entry, Event, Gone, Partial, ReplayState, Tokens
 from replay.journal import Journal
 from replay.metrics import Counts
-from replay.recovery import Recovered, begun, join, newest_base, recover
+from replay.recovery import Recovered, begun, join, newest_base, recover, versions
 from replay.redo import Redo, redo
 from replay.staleness import Known, Ticket
 from replay.storage import summarize
@@ -81,14 +81,16 @@ class Persistence:
         if place is not None:
             # The lock first: nobody else may write while this one reads.
             journal = Journal(Path(place.folder), run=place.run, interval_s=interval_s)
-            if place.resume_from is not None or known is not None:
-                try:
-                    base = newest_base(journal.folder, known.served + 1) if known else place.resume_from
-                    assert base is not None
+            try:
+                if known is not None and place.resume_from is None and not versions(journal.folder):
+                    known = self._known = None  # the life before had not begun
+                base = newest_base(journal.folder, known.served + 1) if known else place.resume_from
+                if base is not None:
                     self._recovered = recover(journal.folder, base, run=place.run)
-                except BaseException:
-                    journal.close()
-                    raise
+            except BaseException:
+                journal.close()
+                raise
+            if self._recovered is not None:
                 journal.incarnation = self._recovered.incarnation + 1
             self._journal = journal
 

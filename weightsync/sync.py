@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from forge.errors import DeadlineExceeded, ForgeError, WeightSyncError
+from forge.errors import ActorFailed, DeadlineExceeded, ForgeError, WeightSyncError
 from forge.mesh import within
 from weightsync.config import WeightSyncConfig
 from weightsync.layout import Box
@@ -30,6 +30,7 @@ from weightsync.snapshot import NUM_BUFFERS
 
 Needed = Sequence[Mapping[str, Box]]
 """The boxes that each worker of a replica reads, by parameter."""
+_LOOK_S = 0.05
 _NAMED = 3
 """Replicas whose versions are told one by one."""
 
@@ -125,8 +126,12 @@ class WeightSync:
     `lose_source` and `reconnect` where the source dies and comes back. Every wait ends at `config.deadline_s`.
     """
 
-    def __init__(self, source: Source, sinks: Sequence[Sink], config: WeightSyncConfig | None = None) -> None:
-        self._source = source
+    def __init__(
+        self, source: Source, sinks: Sequence[Sink], config: WeightSyncConfig | None = None, *, notice_s: float = 0.0
+    ) -> None:
+        """notice_s: where deaths are dealt with, how long the news of one may come behind the failure that it causes.
+        That failure is none of the update's."""
+        self._source, self._notice_s = source, notice_s
         self._config = config or WeightSyncConfig()
         self._replicas = [_Replica(sink) for sink in sinks]
         self._joining: list[_Joining] = []
@@ -255,6 +260,8 @@ class WeightSync:
         if self.ended:
             self.leave(sink)
             return
+        for replica in self._replicas:
+            replica.left |= replica.sink is sink  # if it dies in the update that runs, that is no failure of it
         departing = _Departing(sink)
         self._departing.append(departing)
         self._wake.set()
@@ -313,12 +320,15 @@ class WeightSync:
     async def _forget_gone(self) -> None:
         """The source ends its transfers to those that have left."""
         while self._gone and not self._source_lost:
-            name = self._gone.pop()
+            name = next(iter(self._gone))
             try:
                 await self._within(self._source.remove_peer(name), f"the trainer to forget {name}")
-            except ForgeError:
+            except ForgeError as error:
+                await self._news([])
                 if not self._source_lost:
-                    raise
+                    self._count(error)
+                return
+            self._gone.discard(name)
 
     async def _update(self, newest: _Snapshot) -> None:
         """Brings every replica that is behind to `newest`; a failure is raised, or leaves it behind for a retry."""
@@ -328,12 +338,16 @@ class WeightSync:
         errors = await self._bring(behind, newest)
         if self._source_lost:
             return  # that is why
-        if not errors:
+        if errors:
+            self._count(errors[0])
+        else:
             self._failures = 0
-            return
+
+    def _count(self, error: ForgeError) -> None:
+        """A failure, after which it is tried again, or which is raised."""
         self._failures += 1
         if self._failures >= self._config.max_failures:
-            raise errors[0]
+            raise error
         self._wake.set()
 
     async def _bring(self, replicas: Sequence[_Replica], newest: _Snapshot) -> list[ForgeError]:
@@ -354,7 +368,17 @@ class WeightSync:
             return [error]
         turns = asyncio.Semaphore(self._config.flips_at_once)
         outcomes = await asyncio.gather(*(self._apply(replica, offer, turns) for replica in replicas))
-        return [error for r, error in zip(replicas, outcomes, strict=True) if error is not None and not r.left]
+        failed = [(r, error) for r, error in zip(replicas, outcomes, strict=True) if error is not None]
+        if failed:
+            await self._news([replica for replica, _ in failed])
+        return [error for replica, error in failed if not replica.left]
+
+    async def _news(self, replicas: Sequence[_Replica]) -> None:
+        """Waits for word that the source, or all of `replicas`, have died, which may come behind what it causes."""
+        for _ in range(int(self._notice_s / _LOOK_S)):
+            if self._source_lost or (replicas and all(replica.left for replica in replicas)):
+                return
+            await asyncio.sleep(_LOOK_S)
 
     async def _apply(self, replica: _Replica, offer: Offer, turns: asyncio.Semaphore) -> ForgeError | None:
         what = f"version {offer.version} ({sum(offer.nbytes)} bytes by {self._transport})"
@@ -381,11 +405,16 @@ class WeightSync:
             asyncio.ensure_future(self._source.send(replica.sink.name, offer)),
         )
         try:
-            stage_s, _ = await asyncio.gather(*halves)
+            await asyncio.wait(halves, return_when=asyncio.FIRST_EXCEPTION)
+            if not all(half.done() for half in halves):
+                await asyncio.wait(halves, timeout=self._notice_s)  # of a death it is the dead one's half that tells
+            errors = [error for half in halves if half.done() and (error := half.exception()) is not None]
+            if errors:
+                raise next((error for error in errors if isinstance(error, ActorFailed)), errors[0])
+            return halves[0].result()
         finally:
             for half in halves:
                 half.cancel()
-        return stage_s
 
     async def _meet_again(self) -> None:
         """Connects the source that came back, and every replica to it."""
@@ -483,8 +512,8 @@ class WeightSync:
     async def _meet(self, replica: _Replica) -> None:
         assert self._endpoint is not None, "connect comes first"
         name, nbytes = replica.sink.name, self._endpoint.layout.nbytes
-        needed = await self._within(replica.sink.connect(self._endpoint), f"{name} to connect to {nbytes} bytes")
         self._gone.discard(name)  # it is the successor of that one
+        needed = await self._within(replica.sink.connect(self._endpoint), f"{name} to connect to {nbytes} bytes")
         await self._within(self._source.add_peer(name, needed), f"the trainer to take in {name}")
 
     def _report(self, version: int) -> Applied:

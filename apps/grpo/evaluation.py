@@ -104,7 +104,9 @@ async def start_evaluators(
     policy = cfg.failure_policy("evaluator")
     guards = [Guard(policy, note) for _ in range(cluster.replicas("evaluator"))]
     starts = [partial(start, index, guard) for index, guard in enumerate(guards)]
-    replicas = await asyncio.gather(*(guard.start(begin) for guard, begin in zip(guards, starts, strict=True)))
+    async with asyncio.TaskGroup() as tasks:
+        begun = [tasks.create_task(guard.start(begin)) for guard, begin in zip(guards, starts, strict=True)]
+    replicas = [task.result() for task in begun]
     generators = Generators(replicas)
     for guard, begin, replica in zip(guards, starts, replicas, strict=True):
         _replace_when_dead(guard, replica, begin, generators)

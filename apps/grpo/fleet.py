@@ -24,7 +24,7 @@ from actors.generator import Generators, Replica
 from forge.errors import WeightSyncError
 from forge.failure import first_line
 from forge.mesh import within
-from forge.supervision import FailurePolicy, Guard
+from forge.supervision import FailurePolicy, Guard, NotNeeded
 from weightsync.sync import WeightSync
 
 WISH = "scale.json"
@@ -57,10 +57,16 @@ class Member:
             self._fleet.sync.leave(self.replica)
 
     async def _revive(self) -> None:
-        if self._fleet.sync.ended:
-            raise WeightSyncError(f"{self.name} cannot join: the weight loop has ended")
-        self.replica = await self._fleet.start(self._index, self.guard)
-        await self._fleet.sync.join(self.replica)
+        sync = self._fleet.sync
+        try:
+            if not sync.ended:
+                self.replica = await self._fleet.start(self._index, self.guard)
+                await sync.join(self.replica)
+        except WeightSyncError:
+            if not sync.ended:
+                raise
+        if sync.ended or self.replica is None:
+            raise NotNeeded("the run ends")
         self._fleet.generators.add(self.replica)
 
     async def _beat(self) -> None:
@@ -87,6 +93,8 @@ class Fleet:
         """Of all replicas that there have been."""
         self._meshes, self._policy, self._note, self.most = meshes, policy, note, most
         self._members: dict[int, Member] = {}
+        self._lives: dict[int, int] = {}
+        """Of those that have left or could not start: the name of a mesh is used once."""
 
     def take(self, index: int, guard: Guard, replica: Replica) -> None:
         """One that the run begins with: from here on its death is not the run's, where the policy says so."""
@@ -123,10 +131,10 @@ class Fleet:
 
     async def _bring_in(self, index: int) -> bool:
         member = self._members[index] = Member(self, index, Guard(self._policy, self._note))
-        member.guard.life = sum(guard.name == member.name for guard in self.guards)  # the name of a mesh is used once
+        member.guard.life = self._lives.get(index, 0)
         member.guard.enlist(*member.call)
         if why_not := await self._meshes.begin(member.guard):
-            del self._members[index]
+            self._forget(index)
             self._note(f"{member.name} could not start, the run goes on without it: {first_line(why_not)}")
             return False
         self.guards.append(member.guard)
@@ -145,9 +153,13 @@ class Fleet:
                 await within(_ENDS_S, f"{member.name} to end", replica.ask(replica.mesh.shutdown.call_one()))
 
         await self._meshes.release(member.guard, goodbye)
-        self.generators.give_up(member.name)
-        del self._members[index]
+        self._forget(index)
         self._note(f"{member.name} has left; there are {self.size} generators")
+
+    def _forget(self, index: int) -> None:
+        member = self._members.pop(index)
+        self._lives[index] = member.guard.life + 1
+        self.generators.give_up(member.name)
 
 
 def _written(wish: Path) -> int:

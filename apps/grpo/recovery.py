@@ -128,6 +128,7 @@ class Recovery:
         if self._asked is not None:
             with contextlib.suppress(Rewound):
                 await self._asked
+            again = await self._replay.rewind(version)  # where the replay died too, that may have been asked anew
         await self._sync.reconnect()
         if version >= self._sync.published_version:
             await self._sync.publish(version)

@@ -35,7 +35,7 @@ from apps.grpo.models import resolve_model
 from forge.data import DataConfig, PromptStream, load_task, make_encoder
 from forge.lasting import Spawn, lasting
 from forge.run_log import RunLog
-from forge.supervision import Guard
+from forge.supervision import NOTICE_S, Guard
 from replay.actor import ReplayActor, ReplayClient
 from replay.events import Tokens
 from replay.persistence import JournalPlace
@@ -178,7 +178,7 @@ async def spawn_actors(
         )
     generators, tested = Generators([task.result() for task in replicas], turns), evaluators.result()
     source = await training.start(train) if training.died else trainer.result()  # it waited for the engines
-    sync = WeightSync(source, generators.replicas, _patient(cfg))
+    sync = WeightSync(source, generators.replicas, _patient(cfg), notice_s=NOTICE_S)
     fleet = Fleet(cluster, start, generators, sync, policy, note, cfg.mesh.generator.places)
     for index, (guard, task) in enumerate(zip(guards, replicas, strict=True)):
         fleet.take(index, guard, task.result())
@@ -283,6 +283,8 @@ async def start_trainer(
     mesh, report = await spawn()
     where: dict[str, Any] = {"transport": transport, "folder": folder, "turns": turns}
     trainer = kind(mesh, cfg.trainer, world, spec.dtype, cfg.weightsync, **where, report=report, spawn=spawn)
+    if guard is not None:
+        guard.lose = trainer.lose
     await trainer.start()
     await trainer.setup()
     if state is not None:

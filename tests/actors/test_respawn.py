@@ -390,7 +390,7 @@ def test_a_dead_replica_holds_no_update_up_and_comes_back_at_the_newest_version_
         assert (second.version, scene.engines[1].version, scene.engines[0].version) == (3, 3, 0)
         sync.close()
         await loop
-        with pytest.raises(Exception, match="the weight loop has ended"):
+        with pytest.raises(NotNeeded, match="the run ends"):
             await guard.revive()
 
     run(2, body)

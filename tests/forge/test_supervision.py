@@ -30,12 +30,23 @@ def test_a_budget_counts_within_its_window_only() -> None:
     budget = Budget(FailurePolicy(max_restarts=2, restart_window_s=10.0), clock=lambda: now)
     for now in (0.0, 6.0, 11.0, 17.0):
         assert budget.spend(f"death at {now:g}")
+        budget.served()
     now = 18.0
     assert not budget.spend("death at 18")
     assert budget.account().splitlines() == [
         "death at 11",
         "it was restarted 2 times within 10 s (max_restarts), and at last: death at 18",
     ]
+
+
+def test_restarts_that_come_to_nothing_count_however_long_they_take() -> None:
+    now = 0.0
+    budget = Budget(FailurePolicy(max_restarts=2, restart_window_s=10.0), clock=lambda: now)
+    for now in (0.0, 20.0):
+        assert budget.spend(f"failure at {now:g}")
+    now = 40.0
+    assert not budget.spend("failure at 40")
+    assert "it was restarted 2 times in a row (max_restarts)" in budget.account()
 
 
 def test_a_policy_without_a_restart_or_a_window_is_refused() -> None:
@@ -149,7 +160,7 @@ def test_a_death_during_a_restart_counts_and_a_crash_loop_ends_the_run_with_the_
         await ward.settle()
         assert ward.events[-2:] == [
             "bury generator_0_life2",
-            "end generator_0: out of memory\nit was restarted 2 times within 600 s (max_restarts), and at last: "
+            "end generator_0: out of memory\nit was restarted 2 times in a row (max_restarts), and at last: "
             "its restart failed: ValueError: no such model",
         ]
         assert ward.guard.restarts == 0

@@ -100,7 +100,7 @@ class _Seat:
         """Empty when all went well; else what did not, and the group is gone."""
         self._clock, self._broken = clock, True
         # Whoever supersedes this epoch from now on finds the clock; before, it left word.
-        clock.called_off |= epoch < self._newest
+        clock.called_off |= self._closed or epoch < self._newest
         try:
             if self._group is None:
                 self._group = self._join(clock)
