@@ -17,7 +17,7 @@ from actors.generator import GeneratorConfig, Generators, Progress, Replica
 from actors.vllm_engine import Completion, EngineOptions, VllmEngine
 from apps.grpo.fleet import Fleet
 from forge.errors import ActorFailed, DeadlineExceeded
-from forge.supervision import FailurePolicy, Guard, Supervisor
+from forge.supervision import FailurePolicy, Guard, NotNeeded, Supervisor
 from weightsync.config import WeightSyncConfig
 from weightsync.sync import WeightSync
 
