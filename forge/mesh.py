@@ -195,13 +195,11 @@ class Cluster:
         return actor
 
     async def _processes_up(self, name: str, procs: ProcMesh) -> None:
-        """Waits for the processes of a new mesh. Raises ActorFailed when one dies before it is up."""
+        """Waits for the processes of a new mesh. Raises ActorFailed when one dies or hangs before it is up."""
         try:
             await within(self._spawn_timeout_s, f"the processes of {name}", procs.initialized)
-        except ForgeError:
-            raise
         except Exception as error:  # of what kind is Monarch's affair
-            reason = explain(str(error))
+            reason = str(error) if isinstance(error, DeadlineExceeded) else explain(str(error))
             if self._ending or not self._supervisor.takes(name, reason):
                 self._bury(name)
             raise ActorFailed(name, reason + self._where_it_logged(name)) from error
