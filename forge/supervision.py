@@ -19,8 +19,8 @@ Who waits       whoever called the dead replica: `lost(reason)` is called before
 How it rejoins  the last thing that `revive` does: `WeightSync.join` brings the replica to the newest version, and only
                 then it takes requests.
 
-The start of a run is shorter: until `Guard.arm` nobody is told of a death, and one is made up for, by a second first
-life; another one ends the run, in which nothing is lost yet. What `begin` itself raises does so at once.
+The start of a run is shorter: until `Guard.arm` a death is news for `Guard.start` alone, which begins the first life once
+more, within the same budget. What `begin` itself raises is raised.
 
 A role without a guard, which is any role of a user's own, ends the run as it dies.
 
@@ -135,8 +135,8 @@ class Guard:
         self.restarts = 0
         """How often it took up its work again."""
         self.armed = False
-        self.spare = int(policy.on_failure != "end")
-        """Deaths before it is armed that are made up for."""
+        self.begins = policy.on_failure != "end"
+        """Whether it has yet to be armed: a death is made up for by `start` then."""
         self.attempt: asyncio.Task[Any] | None = None
         self.died = ""
         """Why the attempt that runs cannot succeed any more; before it is armed, why what was there is dead."""
@@ -185,6 +185,7 @@ class Guard:
         mesh with this guard, sets it up and gives it its work. beat: asks the mesh of now for what costs it nothing.
         """
         self.enlist(lost, revive, beat)
+        self.budget.served()
         self.armed = self.supervisor is not None and self.policy.on_failure != "end"
         if self.armed and self.supervisor is not None:
             self.supervisor.take_up(self)
@@ -200,7 +201,7 @@ class Guard:
 
     def disarm(self) -> None:
         """From now on a death is the run's again, and nothing is revived."""
-        self.armed, self.spare = False, 0
+        self.armed = self.begins = False
         if self.attempt is not None:
             self.attempt.cancel()
 
@@ -249,7 +250,7 @@ class Supervisor:
         """The guard is armed: restarts what has died already."""
         if guard.died:
             guard.lost(guard.died)
-            self._start(self._restart(guard, guard.died))
+            self._start(self._restart(guard, guard.died, counted=True))
         else:
             self.listen(guard)
 
@@ -280,19 +281,17 @@ class Supervisor:
         if mesh in self._dead:
             return True
         guard = self._guards.get(mesh)
-        if guard is None or not (guard.armed or guard.spare):
+        if guard is None or not (guard.armed or guard.begins):
             return False
         if mesh != guard.mesh:
             reason = f"its {mesh.removesuffix(f'_life{guard.life}')} failed: {reason}"
         meshes = self._forget(guard)
-        if guard.armed:
-            guard.lost(reason)
-        else:
-            guard.spare -= 1
-            guard.lose(reason)
+        (guard.lost if guard.armed else guard.lose)(reason)
         for dead in meshes:
             self._bury(dead)
-        if guard.attempt is not None:
+        if not guard.armed and not guard.budget.spend(reason):
+            self._give_up(guard.name, guard.budget.account())
+        elif guard.attempt is not None:
             guard.died = reason
             guard.attempt.cancel()
         elif guard.armed:
@@ -352,13 +351,14 @@ class Supervisor:
             attempt.cancel()  # does nothing, unless this task is cancelled
         return attempt
 
-    async def _restart(self, guard: Guard, reason: str) -> None:
-        """Tries until the replica serves again, or its budget is spent."""
+    async def _restart(self, guard: Guard, reason: str, *, counted: bool = False) -> None:
+        """Tries until the replica serves again, or its budget is spent; of that the first try may be `counted`."""
         begin = time.monotonic()
         while guard.armed:
-            if not guard.budget.spend(reason):
+            if not counted and not guard.budget.spend(reason):
                 self._give_up(guard.name, guard.budget.account())
                 return
+            counted = False
             guard.told(f"{guard.name} failed: {first_line(reason)}; it is being restarted")
             guard.life, guard.died = guard.life + 1, ""
             with span(RESTARTS, guard.name, reason=first_line(reason)):
