@@ -19,8 +19,8 @@ Who waits       whoever called the dead replica: `lost(reason)` is called before
 How it rejoins  the last thing that `revive` does: `WeightSync.join` brings the replica to the newest version, and only
                 then it takes requests.
 
-The start of a run is shorter: until `Guard.arm` a death is news for `Guard.start` alone, which begins the first life once
-more, within the same budget. What `begin` itself raises is raised.
+The start of a run is shorter: until `Guard.arm` a death is news for `Guard.start` alone, which begins the first life
+once more, within the same budget. What `begin` itself raises is raised.
 
 A role without a guard, which is any role of a user's own, ends the run as it dies.
 
