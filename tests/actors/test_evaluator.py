@@ -8,15 +8,19 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from actors.evaluator import Answers, EvaluationConfig, Evaluations, summary, unevaluated
 from actors.generator import GeneratorConfig, Generators, Replica
-from apps.grpo.evaluation import evaluator_config
+from apps.grpo.config import AppConfig
+from apps.grpo.evaluation import evaluator_config, start_evaluators
 from forge.data import Prompt
 from forge.errors import ConfigError, RewardError
+from forge.failure import root_cause
 from forge.metrics import Row
 from forge.pass_at_k import bootstrap, ks_of, pass_at_1, pass_at_k, wilson
 
@@ -310,3 +314,28 @@ def test_its_engines_sample_as_evaluations_do_and_hold_no_more_than_runs_at_once
     own = evaluator_config(EvaluationConfig(temperature=0.0, samples=1, max_new_tokens=16), rollouts)
     assert (own.temperature, own.top_p, own.top_k, own.keep_support) == (0.0, 1.0, 0, 0)
     assert (own.max_new_tokens, own.max_model_len, own.max_num_seqs) == (16, 40, 4)
+
+
+def test_one_that_cannot_start_ends_the_starts_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("apps.grpo.evaluation.evaluation_prompts", lambda cfg, tokenizer: [Prompt(0, 0, "p", [1])])
+    ended: list[int] = []
+
+    async def spawn(*_: Any, replica: int, **__: Any) -> None:
+        try:
+            await asyncio.sleep(0.01 if replica == 1 else 60)
+            raise ConfigError("no such model")
+        except asyncio.CancelledError:
+            ended.append(replica)
+            raise
+
+    async def scenario() -> None:
+        cfg, spec = replace(AppConfig(), evaluation=EvaluationConfig(every=1)), SimpleNamespace(path="m", dtype="f")
+        cluster: Any = SimpleNamespace(procs=lambda role: 1, replicas=lambda role: 3, spawn=spawn)
+        options: Any = spec, GeneratorConfig(), None, [], {}, print
+        with pytest.raises((ConfigError, ExceptionGroup)) as caught:
+            await start_evaluators(cfg, cluster, *options)
+        assert str(root_cause(caught.value)) == "no such model"
+        await asyncio.sleep(0)
+        assert sorted(ended) == [0, 2]
+
+    run(scenario)

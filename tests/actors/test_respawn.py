@@ -6,15 +6,17 @@ Stand-ins for engines, which die when a test says so, behind the real routing an
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from actors.generator import GeneratorConfig, Generators, Progress, Replica
-from actors.vllm_engine import Completion, EngineOptions, VllmEngine
+from actors.vllm_engine import Completion, EngineOptions, Sampling, VllmEngine
 from apps.grpo.fleet import Fleet
 from forge.errors import ActorFailed, DeadlineExceeded
 from forge.supervision import FailurePolicy, Guard, NotNeeded, Supervisor
@@ -101,6 +103,8 @@ class Engine:
 
     async def _stage(self, offer: Any) -> float:
         await self.stages.wait()
+        if self.broken:
+            raise SupervisionError("the actor is gone")
         return 0.0
 
     async def _flip(self, version: int) -> float:
@@ -151,6 +155,8 @@ class Scaled:
     def __init__(self, scene: Scene) -> None:
         self.scene, self.cluster, self.notes = scene, Cluster(), list[str]()
         self.source, self.failing = Source(), list[Exception]()
+        self.coming, self.starting = list[Engine](), asyncio.Event()
+        self.starting.set()
         self.sync = WeightSync(self.source, scene.replicas, WeightSyncConfig())
         policy = FailurePolicy(heartbeat_s=0)
         self.fleet = Fleet(self.cluster, self.start, scene.generators, self.sync, policy, self.notes.append, 3)
@@ -160,9 +166,10 @@ class Scaled:
 
     async def start(self, index: int, guard: Guard) -> Replica:
         self.cluster.bind(guard, f"generator_{index}")
+        await self.starting.wait()
         if self.failing:
             raise self.failing.pop()
-        self.scene.engines.append(Engine())
+        self.scene.engines.append(self.coming.pop() if self.coming else Engine())
         return self.scene.replica(f"generator_{index}", self.scene.engines[-1])
 
     async def __aenter__(self) -> Scaled:
@@ -174,12 +181,21 @@ class Scaled:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.sync.close()
-        await self.loop
+        await self.last_step()
         await self.cluster.supervisor.close()
 
     def serving(self) -> list[str]:
         return sorted(replica.name for replica in self.scene.generators.replicas)
+
+    def kill(self, mesh: str) -> None:
+        assert self.cluster.supervisor.takes(mesh, "killed by a test")
+
+    async def last_step(self) -> None:
+        self.sync.close()
+        await self.loop
+
+    async def settle(self) -> None:
+        await until(lambda: not self.cluster.supervisor._tasks)
 
 
 def run(count: int, body: Callable[[Scene], Any]) -> None:
@@ -298,6 +314,44 @@ def test_an_engine_that_is_gone_while_a_version_is_staged_is_a_death_and_no_fail
         with pytest.raises(ActorFailed, match="actor engine failed: a worker of the engine has closed its side door"):
             await engine.stage(await Source().offer(1, 0, -1))
 
+    run(1, body)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_engine_that_dies_in_a_flip_is_dead_for_the_update_and_for_the_next_request(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Core:
+        """vLLM's side of an engine that dies as it is asked to flip: that call never ends."""
+
+        errored, dead_error = False, "EngineCore encountered an issue"
+
+        def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> asyncio.Future[Any]:
+            self.errored = True
+            return asyncio.get_running_loop().create_future()
+
+        async def pause_generation(self, **_: Any) -> None: ...
+
+        async def resume_generation(self) -> None:
+            raise RuntimeError("there is no engine")
+
+        def generate(self, *_: Any, **__: Any) -> Any:
+            raise RuntimeError("there is no engine")
+
+    async def body(scene: Scene) -> None:
+        options = EngineOptions("tiny", torch.float32, 64, 4, 0, enforce_eager=True, tensor_parallel=workers, seed=0)
+        engine = VllmEngine(options)
+        engine._engine, engine.why_no_shadow = Core(), ""
+        with pytest.raises(ActorFailed, match="its process has ended: EngineCore encountered an issue"):
+            await engine.flip(1)
+        with pytest.raises(ActorFailed, match="its process has ended: EngineCore encountered an issue"):
+            await engine.generate([1, 2], Sampling(1.0, 1.0, 0, 0), max_tokens=2, seed=0, stop_ids=[])
+
+    monkeypatch.setattr("actors.vllm_engine._HEALTH_S", 0.02)
+    kinds = SimpleNamespace(FINAL_ONLY=0)
+    vllm: Any = SimpleNamespace(SamplingParams=dict, RequestOutputKind=kinds, WeightTransferUpdateRequest=dict)
+    for name in ("vllm", "vllm.sampling_params", "vllm.distributed.weight_transfer.base"):
+        monkeypatch.setitem(sys.modules, name, vllm)  # it takes seconds to import
     run(1, body)
 
 
@@ -465,6 +519,110 @@ def test_one_that_dies_while_it_leaves_is_gone_and_its_requests_are_answered_els
             assert run.serving() == ["generator_0"]
             assert run.fleet.size == 1
             assert not run.cluster.ended
+
+    run(1, body)
+
+
+@pytest.mark.parametrize("before", ["could not start", "was replaced and left"])
+def test_a_generator_comes_again_under_a_name_of_its_own_and_its_death_is_noticed(before: str) -> None:
+    async def body(scene: Scene) -> None:
+        async with Scaled(scene) as run:
+            if before == "could not start":
+                run.failing.append(ValueError("no memory for an engine"))
+                await run.fleet.scale(2)
+            else:
+                await run.fleet.scale(2)
+                run.kill("generator_1")
+                await until(lambda: len(run.serving()) == 2)
+                await run.fleet.scale(1)
+            assert run.serving() == ["generator_0"]
+            await run.fleet.scale(2)
+            assert run.serving() == ["generator_0", "generator_1"]
+            mesh = run.fleet.guards[-1].mesh
+            run.kill(mesh)
+            assert run.serving() == ["generator_0"], "it is taken for a life that has ended long ago"
+            await until(lambda: len(run.serving()) == 2)
+            assert run.cluster.buried.count(mesh) == 1
+            assert not run.cluster.ended
+
+    run(1, body)
+
+
+def test_one_that_leaves_and_dies_in_the_update_that_runs_is_no_failure_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forge.lasting.NOTICE_S", 0.05)
+
+    async def body(scene: Scene) -> None:
+        async with Scaled(scene) as run:
+            await run.fleet.scale(2)
+            scene.engines[1].stages.clear()
+            await run.sync.publish(1)
+            leaving = asyncio.create_task(run.fleet.scale(1))
+            await asyncio.sleep(0.01)
+            run.kill("generator_1")
+            scene.engines[1].broken = True
+            scene.engines[1].stages.set()
+            await leaving
+            assert not run.loop.done()
+            await run.sync.publish(2)
+            await until(lambda: scene.engines[0].version == 2)
+            assert run.serving() == ["generator_0"]
+            assert not run.cluster.ended
+
+    run(1, body)
+
+
+def test_one_that_dies_as_it_joins_is_waited_for_by_nobody() -> None:
+    async def body(scene: Scene) -> None:
+        async with Scaled(scene) as run:
+            await run.sync.publish(1)
+            run.coming.append(Engine())
+            run.coming[0].stages.clear()
+            scaling = asyncio.create_task(run.fleet.scale(2))
+            await asyncio.sleep(0.01)
+            run.kill("generator_1")
+            await scaling
+            assert "generator_1 could not start" in run.notes[-1]
+            complete = asyncio.create_task(scene.generators.complete())
+            await asyncio.sleep(0)
+            assert complete.done(), "nobody is to come in its place"
+
+    run(1, body)
+
+
+def test_a_start_that_is_cancelled_half_way_leaves_nobody_who_would_start_it_again() -> None:
+    async def body(scene: Scene) -> None:
+        async with Scaled(scene) as run:
+            run.starting.clear()
+            scaling = asyncio.create_task(run.fleet.scale(2))
+            await asyncio.sleep(0.01)
+            scaling.cancel()
+            await asyncio.wait([scaling])
+            assert run.cluster.buried == ["generator_1"]
+            run.kill("generator_1")
+            await asyncio.sleep(0)
+            assert not run.cluster.supervisor._tasks
+            assert not run.notes
+
+    run(1, body)
+
+
+@pytest.mark.parametrize("when", ["before the last step", "behind the last step"])
+def test_a_generator_that_is_dead_when_the_last_step_is_done_is_missed_by_nobody(when: str) -> None:
+    async def body(scene: Scene) -> None:
+        async with Scaled(scene) as run:
+            await run.fleet.scale(2)
+            run.starting.clear()
+            if when == "before the last step":
+                run.kill("generator_1")
+                await asyncio.sleep(0.01)
+            await run.last_step()
+            if when == "behind the last step":
+                run.kill("generator_1")
+            run.starting.set()
+            await run.settle()
+            assert not run.cluster.ended
+            assert run.serving() == ["generator_0"]
+            assert run.cluster.buried == ["generator_1", "generator_1_life1"][: 2 if when.startswith("before") else 1]
 
     run(1, body)
 

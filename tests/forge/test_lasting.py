@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from forge.errors import ActorFailed
+from forge.errors import ActorFailed, RunFolderError
 from forge.lasting import Life
 
 
@@ -43,5 +43,41 @@ def test_what_else_an_actor_raises_is_its_answer() -> None:
         with pytest.raises(ActorError, match="no such key"):
             await Life("reward", told.append).ask(raises(ActorError(KeyError("no such key"))))
         assert told == []
+
+    asyncio.run(scenario())
+
+
+def test_what_one_of_several_ranks_raises_waits_for_the_news_that_another_has_died(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("forge.lasting.NOTICE_S", 0.2)
+
+    async def scenario() -> None:
+        life = Life("trainer", print, ranks=2)
+        asyncio.get_running_loop().call_later(0.02, life.lose, "rank 1 of 2: its process was killed by SIGKILL")
+        with pytest.raises(ActorFailed, match="actor trainer failed: rank 1 of 2: its process was killed"):
+            await life.ask(raises(ActorError(RuntimeError("Connection closed by peer"))))
+
+    asyncio.run(scenario())
+
+
+def test_what_one_of_several_ranks_raises_is_its_answer_when_no_news_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forge.lasting.NOTICE_S", 0.05)
+
+    async def scenario() -> None:
+        life = Life("trainer", print, ranks=2)
+        with pytest.raises(ActorError, match="no such key"):
+            await life.ask(raises(ActorError(KeyError("no such key"))))
+        assert not life.lost
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("ranks", "error"), [(1, KeyError("no space")), (2, RunFolderError("no space"))])
+def test_what_a_single_rank_raises_and_the_projects_own_errors_wait_for_no_news(ranks: int, error: Exception) -> None:
+    async def scenario() -> None:
+        async with asyncio.timeout(0.3):
+            with pytest.raises(ActorError, match="no space"):
+                await Life("trainer", print, ranks=ranks).ask(raises(ActorError(error)))
 
     asyncio.run(scenario())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from forge.checkpoints import Checkpoints, Saver
-from forge.errors import RunFolderError
+from forge.errors import ActorFailed, RunFolderError
 
 
 class FakeTrainer:
@@ -33,11 +34,14 @@ class FakeReplay:
     def __init__(self) -> None:
         self.marks: list[int] = []
         self.pruned: list[int] = []
+        self.failing: list[Exception] = []
 
     async def mark(self, version: int) -> None:
         self.marks.append(version)
 
     async def marked(self) -> int:
+        if self.failing:
+            raise self.failing.pop()
         return 100 + self.marks[-1]
 
     async def prune(self, before: int) -> None:
@@ -117,5 +121,31 @@ def test_one_that_fails_does_not_count_and_ends_the_run_at_the_next(tmp_path: Pa
             await setting.saver.after_step(5)
         assert setting.there == [2]
         assert setting.replay.pruned == [102], "what the last whole checkpoint needs was removed"
+
+    run(scenario)
+
+
+def test_one_that_the_trainer_died_over_is_written_once_more_at_the_end_and_nobody_is_told(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        setting, complaints = Setting(tmp_path), list[str]()
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: complaints.append(what["message"]))
+        setting.trainer.failure = ActorFailed("trainer", "killed")
+        await setting.saver.after_step(4)
+        await setting.saver.settle()
+        gc.collect()
+        assert complaints == []
+        setting.trainer.failure = None  # another one, which was restored and came to the same step
+        await setting.saver.finish(4)
+        assert setting.there == [4]
+
+    run(scenario)
+
+
+def test_the_last_one_is_written_once_more_where_the_replay_dies_over_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        setting = Setting(tmp_path)
+        setting.replay.failing = [ActorFailed("replay", "it died before its state for the checkpoint was on the disk")]
+        await setting.saver.finish(3)
+        assert (setting.there, setting.replay.marks, setting.saver.skipped) == ([3], [3, 3], 1)
 
     run(scenario)

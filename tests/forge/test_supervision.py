@@ -15,7 +15,7 @@ from probes import Probe
 
 from forge.errors import ActorFailed, ConfigError
 from forge.failure import root_cause
-from forge.lasting import ask, end, lasting, set_up
+from forge.lasting import Life, ask, end, lasting, set_up
 from forge.launch import Hosts
 from forge.mesh import Cluster, MeshConfig, RoleConfig, plan_placement, within
 from forge.supervision import Budget, FailurePolicy, Guard, Supervisor
@@ -237,6 +237,24 @@ def test_one_that_dies_between_its_start_and_the_loops_is_restarted_as_these_beg
             assert start.lost == (["killed"] if armed_at_once else [])
             assert start.restarted == (["trainer_0_life1"] if armed_at_once else [])
             await start.supervisor.close()
+
+    asyncio.run(main())
+
+
+def test_who_waits_for_a_mesh_hears_of_its_death_before_the_guard_is_armed() -> None:
+    async def main() -> None:
+        start = Start(RESPAWN, well, well)
+        await start.guard.start(start.begin)
+        life = Life("trainer", start.guard.reporter())
+        start.guard.lose = life.lose
+        asking = asyncio.ensure_future(life.ask(for_ever()))
+        await asyncio.sleep(0)
+        assert start.supervisor.takes("trainer_0", "killed")
+        async with asyncio.timeout(0.2):
+            with pytest.raises(ActorFailed, match="trainer failed: killed"):
+                await asking
+        assert await start.guard.start(start.begin) == "trainer_0_life1"
+        assert start.guard.lose != life.lose, "which was of the mesh before"
 
     asyncio.run(main())
 

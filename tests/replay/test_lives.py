@@ -149,8 +149,8 @@ class World:
             return self.meshes[-1]
 
         self.client = ReplayClient(await lasting(spawn, POLICY, lambda text: None, guards)("replay"), answer_s=60.0)
-        await self.client.setup()
         self.guard = guards[0]
+        await self.client.setup()
         return self.client
 
     def kill(self) -> None:
@@ -291,6 +291,26 @@ def test_the_next_life_knows_who_works_on_what(tmp_path: Path) -> None:
         assert await client.reserve() is None
         await world.supervisor.close()
         world.meshes[-1].kill()
+
+    run(scenario)
+
+
+def test_one_that_dies_before_it_has_begun_begins_anew(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        world = World(tmp_path, random.Random(0))
+        starting = asyncio.create_task(world.start())
+        while not world.meshes:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        world.kill()
+        client = await starting
+        assert world.meshes[0].replay is None
+        tickets = await pair(client)
+        assert [ticket.seq for ticket in tickets] == [0, 1]
+        for ticket in tickets:
+            await client.add(ticket, group(ticket))
+        assert await client.sample(0) is not None
+        await client.shut_down()
+        await world.supervisor.close()
 
     run(scenario)
 

@@ -590,6 +590,36 @@ def test_a_transfer_to_a_peer_that_is_gone_ends_long_before_its_deadline() -> No
     sender.close()
 
 
+def test_a_peer_that_is_removed_as_its_transfer_begins_ends_that_long_before_its_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = one_parameter(4096)
+    sender = make_sender(case, 0, 2.0)
+    sender.meet([sender.link()])
+    sender.add_peer("gen_0", case.needed)
+    seat, called_off = sender._seats["gen_0"], threading.Event()
+    enter, call_off = seat._enter, seat.call_off
+
+    def call_off_and_say_so() -> None:
+        call_off()
+        called_off.set()
+
+    with ThreadPoolExecutor() as pool:
+
+        def enter_and_be_removed(epoch: int) -> str:
+            problem = enter(epoch)
+            called_off.clear()  # an earlier epoch was
+            pool.submit(sender.remove_peer, "gen_0")
+            assert called_off.wait(WAIT_S)
+            return problem
+
+        monkeypatch.setattr(seat, "call_off", call_off_and_say_so)
+        monkeypatch.setattr(seat, "_enter", enter_and_be_removed)
+        with pytest.raises(WeightSyncError, match="it was called off"):
+            sender.send("gen_0", offer_of(case, 1))
+    sender.close()
+
+
 def test_a_delta_larger_than_the_payload_and_an_unknown_peer_are_refused() -> None:
     case = one_parameter(4096)
     sender = make_sender(case, 0, 1.0, payload=torch.zeros(64, dtype=torch.uint8))

@@ -129,8 +129,10 @@ def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
 class Running:
     """A WeightSync whose loop runs; collects what it reports."""
 
-    def __init__(self, trainer: FakeTrainer, replicas: list[FakeReplica], **options: Any) -> None:
-        self.sync = WeightSync(trainer, replicas, WeightSyncConfig(**options))
+    def __init__(
+        self, trainer: FakeTrainer, replicas: list[FakeReplica], notice_s: float = 0.0, **options: Any
+    ) -> None:
+        self.sync = WeightSync(trainer, replicas, WeightSyncConfig(**options), notice_s=notice_s)
         self.seen: list[Applied] = []
 
     async def __aenter__(self) -> Running:
@@ -362,6 +364,156 @@ def test_nobody_waits_for_a_replica_that_has_left() -> None:
             await turns()
             assert trainer.peers == {"generator_0", "generator_1"}
         assert [a.version for a in running.seen] == [1]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("own_half_fails", [True, False])
+def test_a_replica_whose_death_the_trainer_notices_first_fails_no_update(own_half_fails: bool) -> None:
+    async def scenario() -> None:
+        trainer = FakeTrainer()
+        first, dying = FakeReplica(trainer, "generator_0"), FakeReplica(trainer, "generator_1")
+        dying.may_go_on.clear()
+
+        async def send(peer: str, offer: Offer) -> None:
+            if peer == dying.name:
+                raise WeightSyncError("worker 0 of generator_1 broke off: Connection reset by peer")
+
+        trainer.send = send  # type: ignore[method-assign]
+        async with Running(trainer, [first, dying], notice_s=0.3) as running:
+            await running.sync.publish(1)
+            await first.until(1)
+            await asyncio.sleep(0.02)
+            if own_half_fails:
+                dying.failing = [ActorFailed("generator_1", "killed")]
+                dying.may_go_on.set()
+                await asyncio.sleep(0.02)
+            running.sync.leave(dying)
+            await running.sync.publish(2)
+            await first.until(2)
+        assert [a.version for a in running.seen][-1] == 2
+        assert running.sync.failures == 0
+
+    run(scenario)
+
+
+def test_of_two_halves_that_fail_the_one_that_tells_of_a_death_counts() -> None:
+    async def scenario() -> None:
+        trainer = FakeTrainer()
+        dying = FakeReplica(trainer)
+        dying.may_go_on.clear()
+        dying.failing = [ActorFailed("generator_0", "killed")]
+
+        async def send(peer: str, offer: Offer) -> None:
+            asyncio.get_running_loop().call_later(0.01, dying.may_go_on.set)
+            raise WeightSyncError("worker 0 of generator_0 broke off: Connection reset by peer")
+
+        trainer.send = send  # type: ignore[method-assign]
+        running = await Running(trainer, [dying], notice_s=0.1).__aenter__()
+        await running.sync.publish(1)
+        with pytest.raises(ActorFailed, match="generator_0 failed: killed"):
+            await running.loop
+
+    run(scenario)
+
+
+def test_a_trainer_whose_death_a_replica_notices_first_fails_no_update() -> None:
+    async def scenario() -> None:
+        trainer = FakeTrainer()
+        serving = FakeReplica(trainer)
+        async with Running(trainer, [serving], notice_s=0.3) as running:
+            serving.may_go_on.clear()
+            await running.sync.publish(1)
+            await turns()
+            trainer.die()
+            serving.failing = [WeightSyncError("trainer rank 0 broke off: Connection reset by peer")]
+            serving.may_go_on.set()
+            await asyncio.sleep(0.02)
+            running.sync.lose_source()
+            trainer.come_back()
+            await running.sync.reconnect()
+            await running.sync.publish(1)
+            await serving.until(1)
+        assert (running.sync.failures, serving.lives) == (0, [0, 1])
+
+    run(scenario)
+
+
+def test_a_failure_that_no_death_explains_counts_as_soon_as_none_is_to_be_expected() -> None:
+    async def scenario() -> None:
+        trainer = FakeTrainer()
+        replica = FakeReplica(trainer)
+        replica.failing = [WeightSyncError("out of memory")]
+        running = await Running(trainer, [replica], notice_s=0.1).__aenter__()
+        await running.sync.publish(1)
+        with pytest.raises(WeightSyncError, match="out of memory"):
+            await running.loop
+
+    run(scenario)
+
+
+def test_a_trainer_that_does_not_forget_a_dead_replica_fails_an_update_and_is_asked_again() -> None:
+    async def scenario() -> None:
+        trainer = FakeTrainer()
+        first, dead = FakeReplica(trainer, "generator_0"), FakeReplica(trainer, "generator_1")
+        forget, asked = trainer.remove_peer, list[str]()
+
+        async def remove_peer(peer: str) -> None:
+            asked.append(peer)
+            if len(asked) == 1:
+                await asyncio.sleep(60)
+            await forget(peer)
+
+        trainer.remove_peer = remove_peer  # type: ignore[method-assign]
+        async with Running(trainer, [first, dead], deadline_s=0.1, max_failures=2) as running:
+            running.sync.leave(dead)
+            while trainer.peers != {"generator_0"}:
+                assert not running.loop.done()
+                await asyncio.sleep(0.01)
+            assert running.sync.failures == 1
+            await running.sync.publish(1)
+            await first.until(1)
+            await turns()
+        assert (running.sync.failures, asked) == (0, ["generator_1", "generator_1"])
+
+    run(scenario)
+
+
+def test_one_that_dies_in_the_update_behind_which_it_would_depart_is_no_failure_of_it() -> None:
+    async def scenario() -> None:
+        trainer = FakeTrainer()
+        staying, leaving = FakeReplica(trainer), FakeReplica(trainer, "generator_1")
+        async with Running(trainer, [staying, leaving]) as running:
+            leaving.may_go_on.clear()
+            await running.sync.publish(1)
+            await turns()
+            departing = asyncio.create_task(running.sync.depart(leaving))
+            await turns()
+            leaving.failing = [ActorFailed("generator_1", "calls to it fail")]
+            leaving.may_go_on.set()
+            await departing
+            await turns()
+            assert not running.loop.done()
+        assert [a.version for a in running.seen] == [1]
+
+    run(scenario)
+
+
+def test_a_death_in_the_turn_in_which_connect_is_answered_is_not_forgotten() -> None:
+    async def scenario() -> None:
+        trainer = FakeTrainer()
+        staying, dying = FakeReplica(trainer), FakeReplica(trainer, "generator_1")
+        connect = dying.connect
+
+        async def connect_and_die(endpoint: Endpoint) -> list[dict[str, Any]]:
+            needed = await connect(endpoint)
+            running.sync.leave(dying)
+            return needed
+
+        dying.connect = connect_and_die  # type: ignore[method-assign]
+        async with (running := Running(trainer, [staying, dying])):
+            await turns()
+            assert trainer.peers == {"generator_0"}
 
     run(scenario)
 
