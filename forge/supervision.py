@@ -83,10 +83,6 @@ class FailurePolicy:
         return replace(self, on_failure="respawn" if possible else "end")
 
 
-class NotNeeded(Exception):
-    """Raised by a `revive` when the run has come to where nobody misses the replica."""
-
-
 MISSED_BEATS = 4
 """Heartbeats in a row that a hung process does not answer; a busy one answers some."""
 
@@ -142,6 +138,8 @@ class Guard:
         """Why the attempt that runs cannot succeed any more; before it is armed, why what was there is dead."""
         self.lose: Callable[[str], None] = _nobody
         """Told of the reason of a death before it is armed: whoever may be waiting for the mesh then."""
+        self.needed: Callable[[], bool] = lambda: True
+        """Whether the run has not come to where nobody misses the replica: from there on a death is nothing."""
         self._fail: Callable[[str, str], None] | None = None
         self.supervisor: Supervisor | None = None
 
@@ -355,6 +353,9 @@ class Supervisor:
         """Tries until the replica serves again, or its budget is spent; of that the first try may be `counted`."""
         begin = time.monotonic()
         while guard.armed:
+            if not guard.needed():
+                await self.release(guard)
+                return
             if not counted and not guard.budget.spend(reason):
                 self._give_up(guard.name, guard.budget.account())
                 return
@@ -371,9 +372,6 @@ class Supervisor:
                 guard.budget.served()
                 self.listen(guard)
                 guard.told(f"{guard.name} serves again, {time.monotonic() - begin:.1f} s after it failed")
-                return
-            if isinstance(error, NotNeeded):
-                await self.release(guard)
                 return
             if isinstance(error, NodeLost):
                 self._retire(guard, str(error).removeprefix(f"{guard.mesh} cannot start: "))

@@ -369,8 +369,8 @@ class WeightSync:
         turns = asyncio.Semaphore(self._config.flips_at_once)
         outcomes = await asyncio.gather(*(self._apply(replica, offer, turns) for replica in replicas))
         failed = [(r, error) for r, error in zip(replicas, outcomes, strict=True) if error is not None]
-        if failed:
-            await self._news([replica for replica, _ in failed])
+        if unexplained := [replica for replica, error in failed if not isinstance(error, ActorFailed)]:
+            await self._news(unexplained)
         return [error for replica, error in failed if not replica.left]
 
     async def _news(self, replicas: Sequence[_Replica]) -> None:
@@ -513,7 +513,11 @@ class WeightSync:
         assert self._endpoint is not None, "connect comes first"
         name, nbytes = replica.sink.name, self._endpoint.layout.nbytes
         self._gone.discard(name)  # it is the successor of that one
-        needed = await self._within(replica.sink.connect(self._endpoint), f"{name} to connect to {nbytes} bytes")
+        try:
+            needed = await self._within(replica.sink.connect(self._endpoint), f"{name} to connect to {nbytes} bytes")
+        except BaseException:
+            self._gone.add(name)
+            raise
         await self._within(self._source.add_peer(name, needed), f"the trainer to take in {name}")
 
     def _report(self, version: int) -> Applied:

@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Protocol
 
 from actors.generator import Generators, Replica
-from forge.errors import WeightSyncError
 from forge.failure import first_line
 from forge.mesh import within
-from forge.supervision import FailurePolicy, Guard, NotNeeded
+from forge.supervision import FailurePolicy, Guard
 from weightsync.sync import WeightSync
 
 WISH = "scale.json"
@@ -50,6 +49,7 @@ class Member:
         self._fleet, self._index = fleet, index
         self.call = (self._lost, self._revive, self._beat)
         """What `Guard.arm` takes."""
+        guard.needed = lambda: not fleet.sync.ended
 
     def _lost(self, reason: str) -> None:
         if self.replica is not None:
@@ -57,16 +57,8 @@ class Member:
             self._fleet.sync.leave(self.replica)
 
     async def _revive(self) -> None:
-        sync = self._fleet.sync
-        try:
-            if not sync.ended:
-                self.replica = await self._fleet.start(self._index, self.guard)
-                await sync.join(self.replica)
-        except WeightSyncError:
-            if not sync.ended:
-                raise
-        if sync.ended or self.replica is None:
-            raise NotNeeded("the run ends")
+        self.replica = await self._fleet.start(self._index, self.guard)
+        await self._fleet.sync.join(self.replica)
         self._fleet.generators.add(self.replica)
 
     async def _beat(self) -> None:

@@ -18,8 +18,8 @@ import torch
 from actors.generator import GeneratorConfig, Generators, Progress, Replica
 from actors.vllm_engine import Completion, EngineOptions, Sampling, VllmEngine
 from apps.grpo.fleet import Fleet
-from forge.errors import ActorFailed, DeadlineExceeded
-from forge.supervision import FailurePolicy, Guard, NotNeeded, Supervisor
+from forge.errors import ActorFailed, DeadlineExceeded, WeightSyncError
+from forge.supervision import FailurePolicy, Guard, Supervisor
 from weightsync.config import WeightSyncConfig
 from weightsync.sync import WeightSync
 
@@ -444,7 +444,7 @@ def test_a_dead_replica_holds_no_update_up_and_comes_back_at_the_newest_version_
         assert (second.version, scene.engines[1].version, scene.engines[0].version) == (3, 3, 0)
         sync.close()
         await loop
-        with pytest.raises(NotNeeded, match="the run ends"):
+        with pytest.raises(WeightSyncError, match="the weight loop has ended"):
             await guard.revive()
 
     run(2, body)
@@ -623,6 +623,21 @@ def test_a_generator_that_is_dead_when_the_last_step_is_done_is_missed_by_nobody
             assert not run.cluster.ended
             assert run.serving() == ["generator_0"]
             assert run.cluster.buried == ["generator_1", "generator_1_life1"][: 2 if when.startswith("before") else 1]
+
+    run(1, body)
+
+
+def test_with_its_budget_spent_it_is_missed_by_nobody_either() -> None:
+    async def body(scene: Scene) -> None:
+        async with Scaled(scene) as run:
+            run.fleet._policy = FailurePolicy(on_failure="respawn", max_restarts=1, heartbeat_s=0)
+            await run.fleet.scale(2)
+            run.kill("generator_1")
+            await until(lambda: len(run.serving()) == 2)
+            await run.last_step()
+            run.kill("generator_1_life1")
+            await run.settle()
+            assert not run.cluster.ended
 
     run(1, body)
 

@@ -384,11 +384,10 @@ def test_a_replica_whose_death_the_trainer_notices_first_fails_no_update(own_hal
             await running.sync.publish(1)
             await first.until(1)
             await asyncio.sleep(0.02)
+            running.sync.leave(dying)
             if own_half_fails:
                 dying.failing = [ActorFailed("generator_1", "killed")]
                 dying.may_go_on.set()
-                await asyncio.sleep(0.02)
-            running.sync.leave(dying)
             await running.sync.publish(2)
             await first.until(2)
         assert [a.version for a in running.seen][-1] == 2
