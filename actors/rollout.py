@@ -26,7 +26,7 @@ from forge.run_folder import EpisodeRecord
 
 
 class Generates(Protocol):
-    """Anything that continues prompts: `actors.generator.Generators`, one replica, or a user's own."""
+    """Anything that continues prompts: `actors.generators.Generators`, one replica, or a user's own."""
 
     async def generate(
         self,

@@ -14,7 +14,7 @@ Who respawns    a task of the supervisor: the dead mesh's processes are killed b
                 in the middle of that ends the attempt, and counts.
 Who waits       whoever called the dead replica: `lost(reason)` is called before anything else happens, which fails the
                 calls that run. Generators ask another replica, or wait for this one, from the tokens that had come
-                (`actors.generator.Generators`). The update that runs forgets the replica (`WeightSync.leave`). The
+                (`actors.generators.Generators`). The update that runs forgets the replica (`WeightSync.leave`). The
                 trainer waits for nobody here; with no replica alive, rollouts wait, then it does, for a batch.
 How it rejoins  the last thing that `revive` does: `WeightSync.join` brings the replica to the newest version, and only
                 then it takes requests.

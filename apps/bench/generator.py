@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 
-from actors.generator import GeneratorActor, GeneratorConfig, Generators, Replica
+from actors.generator import GeneratorActor, GeneratorConfig
+from actors.generators import Generators, Replica
 from actors.model import load_hf, pick_dtype
 from apps.bench.harness import processes, rates
 from apps.bench.harness.anchor import Anchor, anchor_table

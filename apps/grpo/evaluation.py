@@ -12,7 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from actors.evaluator import Answers, EvaluationConfig, Evaluations, unevaluated
-from actors.generator import GeneratorActor, GeneratorConfig, Generators, Replica
+from actors.generator import GeneratorActor, GeneratorConfig
+from actors.generators import Generators, Replica
 from actors.rollout import rollout_group
 from actors.trainer import ModelSpec
 from forge.data import Prompt, PromptStream, load_task, make_encoder

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
 
-from actors.generator import Generators, Replica
+from actors.generators import Generators, Replica
 from forge.failure import first_line
 from forge.mesh import within
 from forge.supervision import FailurePolicy, Guard

@@ -15,7 +15,8 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from actors.critic import CriticConfig
 from actors.critic_mesh import CriticActor, TrainerWithCritic
-from actors.generator import GeneratorActor, GeneratorConfig, Generators, Progress, Replica
+from actors.generator import GeneratorActor, GeneratorConfig, Progress
+from actors.generators import Generators, Replica
 from actors.lora import targets_of_model
 from actors.model import load_config, pick_dtype
 from actors.reference import ReferenceActor, ReferenceClient

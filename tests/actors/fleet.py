@@ -15,7 +15,8 @@ from monarch.actor import concurrent_endpoint
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from actors.generator import GeneratorActor, GeneratorConfig, Replica
+from actors.generator import GeneratorActor, GeneratorConfig
+from actors.generators import Replica
 from actors.trainer import ModelSpec, Trainer, TrainerConfig
 from actors.trainer_mesh import TrainerActor, TrainerMesh
 from actors.vllm_engine import Completion, Sampling

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from actors.evaluator import Answers, EvaluationConfig, Evaluations, summary, unevaluated
-from actors.generator import GeneratorConfig, Generators, Replica
+from actors.generator import GeneratorConfig
+from actors.generators import Generators, Replica
 from apps.grpo.config import AppConfig
 from apps.grpo.evaluation import evaluator_config, start_evaluators
 from forge.data import Prompt

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from actors.generator import GeneratorConfig, Generators, Progress, Replica
+from actors.generator import GeneratorConfig, Progress
+from actors.generators import Generators, Replica
 from actors.vllm_engine import Completion, EngineOptions, Sampling, VllmEngine
 from apps.grpo.fleet import Fleet
 from forge.errors import ActorFailed, DeadlineExceeded, WeightSyncError

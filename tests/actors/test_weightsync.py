@@ -17,7 +17,7 @@ import small_models
 import torch
 from fleet import TEMPERATURE, Fleet, RecordingReplica
 
-from actors.generator import Replica
+from actors.generators import Replica
 from actors.vllm_engine import Completion
 from forge.launch import Hosts
 from weightsync.config import KvMode

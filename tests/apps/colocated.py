@@ -17,7 +17,8 @@ from app_run import NANO
 from monarch.actor import concurrent_endpoint, endpoint
 
 import apps.grpo.spawn
-from actors.generator import GeneratorActor, GeneratorConfig, Replica
+from actors.generator import GeneratorActor, GeneratorConfig
+from actors.generators import Replica
 from actors.reward import Sample, Scores
 from actors.trainer import Trainer, TrainerConfig
 from actors.trainer_mesh import TrainerActor, TrainerMesh

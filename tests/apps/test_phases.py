@@ -23,8 +23,8 @@ STEP = [
     "weightsync.sync:WeightSync.publish after 4",
     "forge.run_log:RunLog.step before 4",
     "forge.run_log:RunLog.step after 4",
-    "actors.generator:Replica.stage after 4",
-    "actors.generator:Replica.flip during 4",
+    "actors.generators:Replica.stage after 4",
+    "actors.generators:Replica.flip during 4",
     "replay.actor:ReplayClient.release before 4",
     "replay.actor:ReplayClient.progress during 2",
 ]

@@ -21,7 +21,7 @@ from actors.environments.config import EnvironmentConfig
 from actors.environments.episodes import EnvironmentRollout, EpisodesConfig, Player
 from actors.environments.pool import EnvironmentPool
 from actors.environments.templates import ChatTemplate
-from actors.generator import Generators
+from actors.generators import Generators
 from actors.reward_pools import RewardPools
 from apps.bench.harness import agentic_clock
 from apps.bench.harness.agentic_clock import Lag

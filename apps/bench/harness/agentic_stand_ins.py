@@ -14,7 +14,8 @@ import forge.channel
 from actors.environments.base import Action, Observation, Step, Worlds
 from actors.environments.episodes import EnvironmentRollout
 from actors.environments.places import Places
-from actors.generator import GeneratorConfig, Replica
+from actors.generator import GeneratorConfig
+from actors.generators import Replica
 from actors.rollout import Rollout
 from actors.trainer import StepResult
 from actors.vllm_engine import Completion

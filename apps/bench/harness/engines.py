@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.generator import Generators, Replica
+from actors.generators import Generators, Replica
 from apps.bench.harness import processes
 from apps.bench.peers import vllm_bare
 from apps.bench.peers.vllm_bare import BareEngine, Turn

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from actors.generator import Replica
+from actors.generators import Replica
 from apps.bench.harness.sync_actors import RANK
 from apps.bench.harness.sync_fleet import CLIENTS, MAX_LEN, PROMPT_TOKENS, Fleet, Live, load, say
 from weightsync.config import WeightSyncConfig

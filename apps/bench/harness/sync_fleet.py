@@ -16,7 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from actors.generator import GeneratorConfig, Replica
+from actors.generator import GeneratorConfig
+from actors.generators import Replica
 from actors.trainer import ModelSpec, TrainerConfig
 from actors.trainer_mesh import TrainerMesh
 from apps.bench.harness.llamas import VOCAB, Shape

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from actors.generator import Replica
+from actors.generators import Replica
 from apps.bench.harness.sync_actors import pss_bytes
 from apps.bench.harness.sync_fleet import CLIENTS, MAX_LEN, PROMPT_TOKENS, Fleet, Live, load, say
 from apps.bench.harness.token_gaps import Gaps, Trace, measure

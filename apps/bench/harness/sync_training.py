@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from actors.generator import Replica
+from actors.generators import Replica
 from actors.trainer_mesh import TrainerMesh
 from apps.bench.harness import rates
 from apps.bench.harness.llamas import VOCAB
