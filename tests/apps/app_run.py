@@ -22,7 +22,9 @@ from replay.recovery import recover
 ROOT = Path(__file__).parents[2]
 APP = ROOT / "apps" / "grpo" / "main.py"
 RERUN = APP.with_name("rerun.py")
-NANO = ["--config", str(ROOT / "apps/grpo/tiny.yaml"), "--model=nano", "--data.args={num_digits: 4}"]
+EXACT = "--dtype=float32"
+"""For what trainer and engine have to agree on to many digits: a CPU with bf16 units computes in bfloat16 else."""
+NANO = ["--config", str(ROOT / "apps/grpo/tiny.yaml"), "--model=nano", "--data.args={num_digits: 4}", EXACT]
 MARK = "MESHFORGE_APP_RUN"
 
 

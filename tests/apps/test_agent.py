@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from app_run import ROOT, AppRun
+from app_run import EXACT, ROOT, AppRun
 from openai import OpenAI
 
 from actors.environments.template_check import check_template
@@ -260,7 +260,7 @@ def check_samples(model: str, generator: OneEngine, samples: list[EpisodeTokens]
 
 @pytest.mark.soak
 def test_a_model_learns_to_use_a_tool_by_way_of_an_unmodified_agent(tmp_path: Path) -> None:
-    run = AppRun(tmp_path / "run", "--replay.record", app=APP, preset=["--config", str(PRESET)])
+    run = AppRun(tmp_path / "run", "--replay.record", EXACT, app=APP, preset=["--config", str(PRESET)])
     try:
         assert run.finish(1500) == 0, run.output
     finally:

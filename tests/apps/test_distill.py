@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from app_run import ROOT, AppRun
+from app_run import EXACT, ROOT, AppRun
 from transformers import AutoTokenizer
 
 from actors.trainer import ModelSpec, Trainer, TrainerConfig
@@ -38,7 +38,7 @@ def make_teacher(folder: Path) -> str:
 
 @pytest.mark.soak
 def test_the_divergence_from_the_teacher_falls_and_the_reward_that_nobody_trains_on_rises(tmp_path: Path) -> None:
-    options = ["--model=nano", "--data.args={num_digits: 4}", f"--teacher={make_teacher(tmp_path / 'teacher')}"]
+    options = ["--model=nano", "--data.args={num_digits: 4}", EXACT, f"--teacher={make_teacher(tmp_path / 'teacher')}"]
     run = AppRun(tmp_path / "run", "--trainer.steps=10", "--trainer.lr=1e-3", app=APP, preset=options)
     try:
         assert run.finish() == 0, run.output

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from app_run import ROOT, AppRun
+from app_run import EXACT, ROOT, AppRun
 from tensordict import TensorDict
 
 from actors.reward import Sample, Scores
@@ -24,7 +24,7 @@ from forge.errors import ConfigError
 from forge.metrics import Meter
 
 DPO = ROOT / "apps" / "dpo"
-NANO = ["--model=nano", "--data.args={num_digits: 4}"]
+NANO = ["--model=nano", "--data.args={num_digits: 4}", EXACT]
 
 
 @pytest.fixture

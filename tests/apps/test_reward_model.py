@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from app_run import ROOT, AppRun
+from app_run import EXACT, ROOT, AppRun
 
 from apps.dpo.tasks import reverse_digits
 
-NANO = ["--model=nano", "--data.args={num_digits: 4}"]
+NANO = ["--model=nano", "--data.args={num_digits: 4}", EXACT]
 
 
 @pytest.mark.soak

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from app_run import ROOT, AppRun
+from app_run import EXACT, ROOT, AppRun
 from tensordict import TensorDict
 
 from apps.dpo.config import DpoConfig
@@ -26,7 +26,7 @@ from forge.data import DataConfig
 from forge.errors import ConfigError, RunFolderError
 
 SFT = ROOT / "apps" / "sft" / "main.py"
-NANO = ["--model=nano", "--data.args={num_digits: 4}"]
+NANO = ["--model=nano", "--data.args={num_digits: 4}", EXACT]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
 Launch = Callable[..., AppRun]
 

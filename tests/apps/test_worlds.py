@@ -8,7 +8,7 @@ from statistics import fmean
 
 import pytest
 import torch
-from app_run import ROOT, AppRun
+from app_run import EXACT, ROOT, AppRun
 
 from apps.worlds.config import WorldsConfig, plan_run
 from apps.worlds.language import make_language
@@ -27,7 +27,8 @@ def parse(*options: str) -> WorldsConfig:
 
 
 def test_every_turn_is_trained_as_it_was_sampled_and_older_than_the_bound_is_none(tmp_path: Path) -> None:
-    run = AppRun(tmp_path / "run", "--trainer.steps=3", "--replay.record", app=APP, preset=["--config", str(PRESET)])
+    options = ["--trainer.steps=3", "--replay.record", EXACT]
+    run = AppRun(tmp_path / "run", *options, app=APP, preset=["--config", str(PRESET)])
     try:
         assert run.finish(200) == 0, run.output
     finally:
