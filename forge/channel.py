@@ -23,6 +23,7 @@ The parts: segment.py (shared bytes), blocks.py (who uses which), layout.py (Ten
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -211,29 +212,25 @@ class Pool:
 
         What is open goes back with its last tensor, and only then. Nothing happens when the sender is gone.
         """
-        if handle.segment is None:
-            return
         with self._lock:
-            try:
-                cells = self._reach(handle.segment)
-            except ChannelError:
-                return
-            if identity() not in cells.readers(handle.ticket, handle.cells):
+            cells = self._still_there(handle)
+            if cells is not None and identity() not in cells.readers(handle.ticket, handle.cells):
                 cell = cells.claim(handle.ticket, handle.cells)
                 if cell is not None:
                     cells.release(cell, os.getpid())
 
     def withdraw(self, handle: Handle) -> None:
         """Gives all shares of `handle` back that nobody has opened: nobody will. What is open stays so."""
-        if handle.segment is None:
-            return
         with self._lock:
-            try:
-                cells = self._reach(handle.segment)
-            except ChannelError:
-                return
-            while (cell := cells.claim(handle.ticket, handle.cells)) is not None:
+            cells = self._still_there(handle)
+            while cells is not None and (cell := cells.claim(handle.ticket, handle.cells)) is not None:
                 cells.release(cell, os.getpid())
+
+    def _still_there(self, handle: Handle) -> Cells | None:
+        """Its readers' cells; None for one that travels in its payload, and where the sender is gone."""
+        with contextlib.suppress(ChannelError):
+            return self._reach(handle.segment) if handle.segment is not None else None
+        return None
 
     def _claim(self, handle: Handle) -> tuple[Cells, int]:
         ref = handle.segment

@@ -79,13 +79,15 @@ class Life:
                 if isinstance(own, ActorFailed):  # it says so itself: what it cannot do without has died
                     self._report(own.reason)
                     self.lose(own.reason)
-                elif error is None or not is_supervision_error(error):
-                    if error is not None and own is not None and self._ranks > 1 and not isinstance(own, ForgeError):
-                        await asyncio.wait([self._lost], timeout=NOTICE_S)
-                    if error is None or not self.lost:
-                        return answer.result()
-                else:
+                elif error is None:
+                    return answer.result()
+                elif is_supervision_error(error):
                     await self._told(error)
+                else:
+                    if own is not None and self._ranks > 1 and not isinstance(own, ForgeError):
+                        await asyncio.wait([self._lost], timeout=NOTICE_S)
+                    if not self.lost:
+                        return answer.result()
         finally:
             answer.cancel()
         raise ActorFailed(self._name, self._lost.result())

@@ -49,6 +49,15 @@ from forge.trace import RESTARTS
 T = TypeVar("T")
 NOTICE_S = DeathWatch.grace_s + 1.0
 """How long after a call to a dead actor has failed the reason of its death may arrive, seconds."""
+_LOOK_S = 0.05
+
+
+async def news(came: Callable[[], bool], seconds: float = NOTICE_S) -> None:
+    """Waits until word of a death has come, behind a failure that may be its consequence; `seconds` at most."""
+    for _ in range(int(seconds / _LOOK_S)):
+        if came():
+            return
+        await asyncio.sleep(_LOOK_S)
 
 
 @dataclass
@@ -133,7 +142,7 @@ class Guard:
         self.armed = False
         self.begins = policy.on_failure != "end"
         """Whether it has yet to be armed: a death is made up for by `start` then."""
-        self.attempt: asyncio.Task[Any] | None = None
+        self.attempt: asyncio.Future[Any] | None = None
         self.died = ""
         """Why the attempt that runs cannot succeed any more; before it is armed, why what was there is dead."""
         self.lose: Callable[[str], None] = _nobody
@@ -152,24 +161,23 @@ class Guard:
             if self.died:
                 self.told(f"{self.name} failed while the run started: {first_line(self.died)}; it is started again")
                 self.life, self.died = self.life + 1, ""
-            self.lose, self.attempt = _nobody, (attempt := asyncio.ensure_future(begin()))
-            try:
-                await asyncio.wait([attempt])
-                error = None if attempt.cancelled() else attempt.exception()
-                if error is not None and is_supervision_error(error):
-                    await self._news()
-            finally:
-                self.attempt = None
-                attempt.cancel()  # does nothing, unless this task is cancelled
+            self.lose = _nobody
+            attempt = await self.ended(asyncio.ensure_future(begin()))
+            error = None if attempt.cancelled() else attempt.exception()
+            if error is not None and is_supervision_error(error):
+                await news(lambda: bool(self.died))
             if not self.died:
                 return attempt.result()
 
-    async def _news(self) -> None:
-        """A call has failed because the mesh is dead; who died, and of what, arrives by another way."""
-        for _ in range(int(NOTICE_S / 0.05)):
-            if self.died:
-                return
-            await asyncio.sleep(0.05)
+    async def ended(self, attempt: asyncio.Future[T]) -> asyncio.Future[T]:
+        """The attempt at a life, once it has ended one way or another; a death ends it."""
+        self.attempt = attempt
+        try:
+            await asyncio.wait([attempt])
+        finally:
+            self.attempt = None
+            attempt.cancel()  # does nothing, unless this task is cancelled
+        return attempt
 
     def arm(
         self,
@@ -302,7 +310,7 @@ class Supervisor:
         """Gives a replica its first life, in a run that goes on; why that failed, which ends nothing, or ""."""
         guard.supervisor, guard.armed = self, True  # a death before it serves is this attempt's, whatever the policy
         try:
-            attempt = await self._attempt(guard)
+            attempt = await guard.ended(self._start(_run(guard.revive)))
         except asyncio.CancelledError:
             await self.release(guard)
             raise
@@ -339,16 +347,6 @@ class Supervisor:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _attempt(self, guard: Guard) -> asyncio.Task[None]:
-        """Revives the replica; the attempt, which has ended one way or another."""
-        guard.attempt = attempt = self._start(_run(guard.revive))
-        try:
-            await asyncio.wait([attempt])
-        finally:
-            guard.attempt = None
-            attempt.cancel()  # does nothing, unless this task is cancelled
-        return attempt
-
     async def _restart(self, guard: Guard, reason: str, *, counted: bool = False) -> None:
         """Tries until the replica serves again, or its budget is spent; of that the first try may be `counted`."""
         begin = time.monotonic()
@@ -363,7 +361,7 @@ class Supervisor:
             guard.told(f"{guard.name} failed: {first_line(reason)}; it is being restarted")
             guard.life, guard.died = guard.life + 1, ""
             with span(RESTARTS, guard.name, reason=first_line(reason)):
-                attempt = await self._attempt(guard)
+                attempt = await guard.ended(self._start(_run(guard.revive)))
             if not guard.armed or (attempt.cancelled() and not guard.died):
                 return
             error = None if attempt.cancelled() else attempt.exception()

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from forge.errors import ActorFailed, DeadlineExceeded, ForgeError, WeightSyncError
 from forge.mesh import within
+from forge.supervision import news
 from weightsync.config import WeightSyncConfig
 from weightsync.layout import Box
 from weightsync.offer import Endpoint, Offer
@@ -30,7 +31,6 @@ from weightsync.snapshot import NUM_BUFFERS
 
 Needed = Sequence[Mapping[str, Box]]
 """The boxes that each worker of a replica reads, by parameter."""
-_LOOK_S = 0.05
 _NAMED = 3
 """Replicas whose versions are told one by one."""
 
@@ -260,17 +260,20 @@ class WeightSync:
         if self.ended:
             self.leave(sink)
             return
-        for replica in self._replicas:
-            replica.left |= replica.sink is sink  # if it dies in the update that runs, that is no failure of it
+        self._excuse(sink)
         departing = _Departing(sink)
         self._departing.append(departing)
         self._wake.set()
         await departing.left
 
-    def leave(self, sink: Sink) -> None:
-        """Forgets a replica that has died: no update waits for it, and what goes wrong with it fails none."""
+    def _excuse(self, sink: Sink) -> None:
+        """What goes wrong with it from here on, in the update that runs, is no failure of that."""
         for replica in self._replicas:
             replica.left |= replica.sink is sink
+
+    def leave(self, sink: Sink) -> None:
+        """Forgets a replica that has died: no update waits for it, and what goes wrong with it fails none."""
+        self._excuse(sink)
         self._gone.add(sink.name)
         self._replicas = [replica for replica in self._replicas if replica.sink is not sink]
         self._wake.set()
@@ -375,10 +378,9 @@ class WeightSync:
 
     async def _news(self, replicas: Sequence[_Replica]) -> None:
         """Waits for word that the source, or all of `replicas`, have died, which may come behind what it causes."""
-        for _ in range(int(self._notice_s / _LOOK_S)):
-            if self._source_lost or (replicas and all(replica.left for replica in replicas)):
-                return
-            await asyncio.sleep(_LOOK_S)
+        await news(
+            lambda: self._source_lost or (bool(replicas) and all(replica.left for replica in replicas)), self._notice_s
+        )
 
     async def _apply(self, replica: _Replica, offer: Offer, turns: asyncio.Semaphore) -> ForgeError | None:
         what = f"version {offer.version} ({sum(offer.nbytes)} bytes by {self._transport})"
